@@ -1,0 +1,75 @@
+"""The paged KV cache and the description of one step's batch: the two values every attention kernel reads.
+
+Map of the cache, for one layer (`L`) of a model with `H` KV heads:
+
+    data[L, 0]  keys     block 0 | block 1 | block 2 | ...       block 0 is the null block: never handed out, never written,
+    data[L, 1]  values   block 0 | block 1 | block 2 | ...       and what padded block-table entries point at
+
+    one block:  head 0: [block_size, head_dim]  head 1: [...]  ...  head H-1     contiguous, so that gathering is a memcpy
+
+    slot = block * block_size + offset           names one token's place in every layer at once
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NULL_BLOCK = 0
+
+
+class AttentionBatch(NamedTuple):
+    """One step's flat mixed batch: prefill chunks and decode rows together, sequence after sequence.
+
+    The tuples repeat the tensors' contents on the host, so that no kernel has to wait for the device to learn a shape.
+    """
+
+    query_start: Tensor  # [num_seqs + 1] int32, cumulative query lengths
+    seq_lens: Tensor  # [num_seqs] int32, context length including this step's tokens
+    block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with the null block
+    slot_mapping: Tensor  # [num_tokens] int64, block * block_size + offset; -1 writes nothing
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+
+    key: Tensor
+    value: Tensor
+
+
+class KVCache(NamedTuple):
+    """The keys and values of all layers in one allocation."""
+
+    data: Tensor  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        return self.data.shape[4]
+
+    def layer(self, index: int) -> LayerKV:
+        return LayerKV(self.data[index, 0], self.data[index, 1])
+
+
+def allocate_kv_cache(
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVCache:
+    """Return a zeroed cache of `num_blocks` blocks, the null block among them."""
+    shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
+    return KVCache(torch.zeros(shape, dtype=dtype, device=device))
+
+
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes that one token's keys and values take in all layers together."""
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize

@@ -1,0 +1,121 @@
+"""Plain torch: the definition of right for every operation. Other implementations are tested against this file."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.cache import AttentionBatch, KVCache, LayerKV
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `x / rms(x) * weight` over the last dimension, in `x.dtype`; the mean square is taken in float32.
+
+    The normalised value is rounded to `x.dtype` before the weight is applied, as Llama does.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return `(rms_norm(x + residual), x + residual)`; `x` and `residual` are `[num_tokens, hidden_size]`."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate query and key by their position, in the neox layout (first half against second half).
+
+    query `[num_tokens, num_heads, head_dim]`, key `[num_tokens, num_kv_heads, head_dim]`;
+    cos and sin `[num_tokens, head_dim / 2]` float32. The rotation is computed in float32.
+    """
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return `silu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
+    """Store each token's key and value, `[num_tokens, num_kv_heads, head_dim]`, at its slot; slot -1 stores nothing."""
+    block_size = layer.key.shape[2]
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    blocks, offsets = slots // block_size, slots % block_size
+    layer.key[blocks, :, offsets] = key[written]
+    layer.value[blocks, :, offsets] = value[written]
+
+
+def paged_attention(query: Tensor, layer: LayerKV, batch: AttentionBatch, scale: float) -> Tensor:
+    """Causal attention of a flat mixed batch over its blocks: `[num_tokens, num_heads, head_dim]`, as the query.
+
+    A sequence's query rows are the last `query_len` positions of its `context_len`; keys and values of this step must
+    be in the cache already. Query head `h` reads KV head `h // (num_heads / num_kv_heads)`. Scores, softmax and sums are
+    float32.
+    """
+    num_kv_heads, block_size, head_dim = layer.key.shape[1:]
+    outputs = []
+    start = 0
+    for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        blocks = batch.block_tables[row, : -(-context_len // block_size)]
+        key = layer.key[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context_len].float()
+        value = layer.value[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context_len].float()
+        rows = query[start : start + query_len].float().unflatten(1, (num_kv_heads, -1))
+        scores = torch.einsum("qhgd,hkd->hgqk", rows, key) * scale
+        position = torch.arange(context_len, device=query.device)
+        future = position > position[context_len - query_len :, None]
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hgqk,hkd->qhgd", weights, value).flatten(1, 2))
+        start += query_len
+    return torch.cat(outputs).to(query.dtype)
+
+
+def copy_blocks(kv: KVCache, src: Tensor, dst: Tensor) -> None:
+    """Copy the blocks `src` onto the blocks `dst` (both `[num_copies]`, integer) in all layers."""
+    kv.data.index_copy_(2, dst.long(), kv.data.index_select(2, src))
+
+
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+
+def philox_4x32_10(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the four random 32-bit words of Philox-4x32-10 for each counter and key.
+
+    All tensors are int64 holding unsigned 32-bit words, and broadcast together. Algorithm: Salmon et al.,
+    "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The products wrap around int64; their 64 bits are right, and masking after the shift drops the sign's copies.
+        product0, product1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
+        c0, c1 = ((product1 >> 32) ^ c1 ^ k0) & _WORD, product1 & _WORD
+        c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & _WORD, product0 & _WORD
+        k0, k1 = (k0 + _PHILOX_WEYL[0]) & _WORD, (k1 + _PHILOX_WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Return standard Gumbel noise `[num_rows, vocab_size]` float32, a function of (seed, position, vocabulary id) alone.
+
+    seeds and positions are `[num_rows]` int64. Word `id % 4` of Philox with the seed as key and the counter
+    `(id // 4, position low, position high, 0)` gives `u` in (0, 1), and the noise is `-log(-log(1 - u))`.
+    """
+    counters = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
+    seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
+    counter = (counters, positions & _WORD, (positions >> 32) & _WORD, torch.zeros_like(counters))
+    words = philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
+    word = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocab_size]
+    # Small u is where an argmax looks, and there float32 keeps all 32 bits; only the top rounds to 1 and is clamped.
+    u = ((word.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-u))
