@@ -1,0 +1,95 @@
+"""Where the services are and how patient to be with them.
+
+In rising order: these defaults, `pagemill.toml`, the environment (`PAGEMILL_*`), flags.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+
+def _default_state_dir() -> Path:
+    root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(root) / "pagemill"
+
+
+class Settings(BaseSettings):
+    """All of pagemill's settings. Times are in seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="PAGEMILL_", toml_file="pagemill.toml", frozen=True, extra="forbid")
+
+    state_dir: Path = Field(default_factory=_default_state_dir)
+    """Where `pagemill up` keeps its Valkey data, its socket and its file store."""
+    redis_url: str = ""
+    """Empty: the Valkey that `pagemill up` runs in `state_dir`."""
+    storage: str = ""
+    """URL of the folder or bucket prefix for job files and segments. Empty: `store/` in `state_dir`."""
+
+    s3_endpoint_url: str | None = None
+    s3_region: str | None = None
+    s3_access_key_id: str | None = None
+    s3_secret_access_key: SecretStr | None = None
+
+    lease_ttl: Annotated[float, Field(gt=0)] = 60
+    """How long a shard stays with a worker that has stopped beating."""
+    sweep_every: Annotated[float, Field(gt=0)] = 10
+    stop_grace: Annotated[float, Field(gt=0)] = 30
+    """How long a worker may take to stop after SIGTERM before it ends itself."""
+    min_shard_tokens: Annotated[int, Field(ge=1)] = 32_768
+    """A shard is cut when its prompts and answers are estimated at this many tokens, or more if the input is large."""
+    max_shard_rows: Annotated[int, Field(ge=1)] = 1_000
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @property
+    def valkey_socket(self) -> Path:
+        return self.state_dir / "valkey.sock"
+
+    @property
+    def ledger_url(self) -> str:
+        """The Redis URL in redis-py's spelling."""
+        return self.redis_url or f"unix://{self.valkey_socket}?db=0"
+
+    @property
+    def broker_url(self) -> str:
+        """The same server in kombu's spelling, which names a UNIX socket differently."""
+        url = self.ledger_url
+        if not url.startswith("unix://"):
+            return url
+        parts = urlsplit(url)
+        db = next((v for k, _, v in (p.partition("=") for p in parts.query.split("&")) if k == "db"), "0")
+        credentials = parts.netloc if "@" in parts.netloc else ""
+        return f"redis+socket://{credentials}{parts.path}?virtual_host={db or 0}"
+
+    @property
+    def storage_url(self) -> str:
+        return (self.storage or f"file://{self.state_dir / 'store'}").rstrip("/")
+
+
+def mask(url: str) -> str:
+    """The URL without its password, fit for logs and error messages."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+@cache
+def settings() -> Settings:
+    """The settings of this process, read once."""
+    return Settings()

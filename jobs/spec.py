@@ -1,0 +1,119 @@
+"""What a job is: one frozen value, written to storage as `job.json` before anything else happens.
+
+Whatever the job does later follows from this value and the input's bytes, so that a planner that crashed can be run
+again and a ledger that was lost can be rebuilt.
+"""
+
+import hashlib
+import secrets
+import time
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+JobId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+
+
+class Sampling(BaseModel):
+    """Sampling parameters by their OpenAI names; `None` leaves the choice to the model's defaults.
+
+    In a job they are defaults: a row's own fields win.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop: str | tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+
+    def over(self, defaults: "Sampling") -> "Sampling":
+        """These parameters, with those that are not set taken from `defaults`."""
+        mine = {name: value for name, value in self if value is not None}
+        return defaults.model_copy(update=mine)
+
+
+class InputRef(BaseModel):
+    """The input object, pinned: a job fails rather than mix the rows of two versions."""
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str
+    size: int
+    etag: str
+
+
+class OpenAIRows(BaseModel):
+    """Each line is an OpenAI batch request for one endpoint: custom_id, method, url, body."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["openai"] = "openai"
+
+
+class RecordRows(BaseModel):
+    """Each line is a JSON object; one column holds the prompt, or the chat messages. The others pass through."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["record"] = "record"
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    system: str | None = None
+
+    @model_validator(mode="after")
+    def _one_column(self) -> "RecordRows":
+        if (self.prompt_column is None) == (self.messages_column is None):
+            raise ValueError("exactly one of prompt_column and messages_column is needed")
+        if self.system is not None and self.prompt_column is None:
+            raise ValueError("system goes with prompt_column; a messages column carries its own system message")
+        return self
+
+
+RowShape = Annotated[OpenAIRows | RecordRows, Field(discriminator="kind")]
+
+
+class JobSpec(BaseModel):
+    """One submitted file and how to run it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: JobId
+    created_at: int
+    model: str
+    model_aliases: tuple[str, ...] = ()
+    input: InputRef
+    output_url: str
+    error_url: str
+    rows: RowShape
+    sampling: Sampling = Sampling()
+    on_bad_row: Literal["fail", "skip"]
+    max_line_bytes: int = Field(default=MAX_LINE_BYTES, ge=1024)
+    max_tries: int = Field(default=4, ge=1)
+
+    def accepts_model(self, name: str) -> bool:
+        return name == self.model or name in self.model_aliases
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all that decides the result: two specs with the same one ask for the same work."""
+        body = self.model_dump_json(exclude={"id", "created_at"})
+        return hashlib.sha256(body.encode()).hexdigest()[:32]
+
+
+def new_job_id() -> str:
+    """An id that sorts by time and is never repeated: `batch_`, 11 hex digits of milliseconds, 80 random bits."""
+    return f"batch_{time.time_ns() // 1_000_000:011x}{secrets.token_hex(10)}"
+
+
+def model_key(model: str) -> str:
+    """The short name of a model in queue and key names, where its own could hold any character."""
+    return hashlib.sha256(model.encode()).hexdigest()[:12]
