@@ -41,7 +41,9 @@ class RequestError(EngineError):
 
     code = "invalid_request"
 
-    def __init__(self, message: str, *, code: str = "invalid_request", field: str | None = None, hint: str = "") -> None:
+    def __init__(
+        self, message: str, *, code: str = "invalid_request", field: str | None = None, hint: str = ""
+    ) -> None:
         super().__init__(message, hint=hint)
         self.code = code
         self.field = field

@@ -1,0 +1,102 @@
+"""The engine's options: `EngineConfig` is what was asked for, `SchedulerConfig` what the loop runs with.
+
+Both are frozen. The first is resolved into the second exactly once, when the model is loaded and the KV pool sized.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, get_args
+
+from engine.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the caller wants; None or `auto` leaves the choice to the engine. An unknown option is a `TypeError`.
+
+    Raises `ConfigError` for a value out of range, or two that contradict each other.
+
+    Attributes:
+        model: A folder, a GGUF file, a hub id, or `demo`.
+        dtype: Of weights, activations and KV cache. `auto`: what suits the model and the device.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        max_num_seqs: Row budget: most requests in one step.
+        max_num_batched_tokens: Token budget: most tokens in one step, prefill and decode together.
+        max_model_len: Most tokens of prompt and answer together. None: the model's limit, or what the KV pool holds.
+        block_size: Tokens in one KV block.
+        num_kv_blocks: Size of the KV pool in blocks, the null block among them; else `kv_cache_memory` decides.
+        kv_cache_memory: Size of the KV pool in bytes. None: sized from the machine, see `engine.memory`.
+        gpu_memory_utilization: Share of a GPU's memory to use for everything, KV pool included; 0.9 by default.
+        enable_prefix_caching: Keep computed blocks and reuse them for prompts that begin alike.
+        seed: From which the seeds of requests without one are derived.
+        num_threads: CPU threads for one step. None: the physical cores that this process may use.
+    """
+
+    model: str
+    _: KW_ONLY
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 32
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float | None = None
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a path or a name, not {self.model!r}.")
+        if self.dtype not in get_args(Dtype):
+            raise ConfigError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {self.dtype!r}.")
+        _check_int("block_size", self.block_size, at_least=1)
+        _check_int("num_kv_blocks", self.num_kv_blocks, at_least=2)
+        _check_int("max_model_len", self.max_model_len, at_least=2)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "num_threads"):
+            _check_int(name, getattr(self, name), at_least=1)
+        _check_int("seed", self.seed, at_least=0)
+        utilization = self.gpu_memory_utilization
+        if utilization is not None and not (math.isfinite(utilization) and 0 < utilization <= 1):
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}.")
+        if self.num_kv_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError("num_kv_blocks and kv_cache_memory both size the KV pool.", hint="Give one of them.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The limits of the loop. Raises `ConfigError` if no step, or not one request of full length, could fit them.
+
+    That a request of `max_model_len` fits the pool alone is what lets the scheduler promise that everything finishes:
+    with all others preempted, the oldest request always gets its blocks.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_model_len > self.kv_capacity_tokens:
+            raise ConfigError(
+                f"max_model_len ({self.max_model_len}) does not fit the KV pool of {self.kv_capacity_tokens} tokens.",
+                hint="Lower max_model_len, or enlarge num_kv_blocks or kv_cache_memory.",
+            )
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that the pool holds; block 0 is the null block and holds none."""
+        return (self.num_kv_blocks - 1) * self.block_size
+
+
+def _check_int(name: str, value: Any, *, at_least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{name} must be an integer of at least {at_least}, not {value!r}.")

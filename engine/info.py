@@ -1,0 +1,50 @@
+"""What an engine says of itself: once when it is loaded, and after every step."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """A loaded engine's settings, as resolved for this model and this machine. `dtype` is torch's name: `bfloat16`."""
+
+    model: str
+    dtype: str
+    device: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    num_kv_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot between two steps.
+
+    Attributes:
+        running: Requests that hold KV blocks.
+        waiting: Requests that hold none: not started, or preempted.
+        kv_blocks_used: Blocks referenced by running requests; cached blocks that nobody holds are free.
+        kv_blocks_total: Blocks that can be used at all.
+        prompt_tokens: Prompt tokens of the requests started so far.
+        cached_tokens: How many of those came from the prefix cache.
+        generated_tokens: Tokens sampled so far.
+        steps: Forward passes so far.
+        preemptions: How often a running request gave up its blocks to an older one.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of the KV pool in use, 0 to 1."""
+        return self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total else 0.0
