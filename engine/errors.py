@@ -53,3 +53,9 @@ class EngineDied(EngineError):
     """The engine process ended while requests were in flight."""
 
     code = "engine_died"
+
+
+class OutOfMemory(EngineError):
+    """A step did not fit the device's memory; nothing of it counts, and a smaller one may fit."""
+
+    code = "out_of_memory"

@@ -1,0 +1,134 @@
+"""From a configuration to an engine that is ready to step."""
+
+import torch
+
+from engine.config import EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import ConfigError
+from engine.info import EngineInfo
+from engine.loader import LoadedModel, load
+from engine.machine import usable_cores
+from engine.memory import size_kv_pool
+from engine.request import Request
+from engine.runner import Runner
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from kernels.ops import KVCache, allocate_kv_cache, kv_bytes_per_token
+
+# Rows and tokens of one step. On a CPU a step is bound by arithmetic from a few dozen rows on, and a larger one only
+# takes more memory; a GPU wants all the rows that its KV pool holds.
+_CPU_BUDGETS = (96, 2048)
+_CUDA_BUDGETS = (1024, 8192)
+
+
+def build_engine(config: EngineConfig) -> EngineCore:
+    """Load the model, size the KV pool, and put the loop together. Sets the number of torch's threads on a CPU.
+
+    Raises `ConfigError` if the options do not fit the machine or the model, and what `engine.loader.load` raises.
+    """
+    device = _device(config)
+    if device.type == "cpu":
+        torch.set_num_threads(config.num_threads or usable_cores())
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    loaded = load(config.model, dtype=dtype, device=device)
+    limits = _resolve(config, loaded, device)
+    scheduler = Scheduler(limits)
+    info = EngineInfo(
+        model=config.model,
+        dtype=str(loaded.config.dtype).removeprefix("torch."),
+        device=str(device),
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=loaded.config.vocab_size,
+        num_kv_blocks=limits.num_kv_blocks,
+        block_size=limits.block_size,
+    )
+    return EngineCore(
+        scheduler,
+        Runner(loaded.decoder, _kv_cache(loaded, limits, device), device),
+        info,
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
+        seed=config.seed,
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        try:
+            device = torch.device(config.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device {config.device!r} is none that torch knows.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {config.device!r} is not supported.", hint="Take cpu or cuda.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch finds no CUDA device here.")
+    if device.type == "cpu" and config.gpu_memory_utilization is not None:
+        raise ConfigError("gpu_memory_utilization says nothing on a CPU.", hint="Use kv_cache_memory.")
+    return device
+
+
+def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> SchedulerConfig:
+    model = loaded.config
+    default_seqs, default_tokens = _CUDA_BUDGETS if device.type == "cuda" else _CPU_BUDGETS
+    max_num_seqs = config.max_num_seqs or default_seqs
+    max_num_batched_tokens = config.max_num_batched_tokens or default_tokens
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len ({config.max_model_len}) is beyond the model's own limit of {longest}.")
+    tokens_per_request = config.max_model_len or longest
+    num_kv_blocks = size_kv_pool(
+        config,
+        device,
+        bytes_per_token=kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype),
+        tokens_per_request=tokens_per_request,
+        max_num_seqs=max_num_seqs,
+        run_full_step=lambda: _run_full_step(config, loaded, device, max_num_seqs, max_num_batched_tokens),
+    )
+    pool_tokens = (num_kv_blocks - 1) * config.block_size
+    return SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        # Asked for, it must fit, and SchedulerConfig says if it does not; left open, it is what fits.
+        max_model_len=config.max_model_len or min(longest, pool_tokens),
+        block_size=config.block_size,
+        num_kv_blocks=num_kv_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache:
+    model = loaded.config
+    return allocate_kv_cache(
+        model.num_layers,
+        limits.num_kv_blocks,
+        limits.block_size,
+        model.num_kv_heads,
+        model.head_dim,
+        model.dtype,
+        device,
+    )
+
+
+def _run_full_step(
+    config: EngineConfig, loaded: LoadedModel, device: torch.device, max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
+    """A real step of all the tokens and all the rows of the budgets, each row with the costliest way of sampling."""
+    tokens_per_row = max(1, max_num_batched_tokens // max_num_seqs)
+    blocks_per_row = -(-(tokens_per_row + 1) // config.block_size)
+    limits = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=tokens_per_row + 1,
+        block_size=config.block_size,
+        num_kv_blocks=max_num_seqs * blocks_per_row + 1,
+        enable_prefix_caching=False,
+    )
+    scheduler = Scheduler(limits)
+    params = SamplingParams(max_tokens=1, top_k=loaded.config.vocab_size - 1, top_p=0.99, min_p=0.01)
+    for index in range(max_num_seqs):
+        scheduler.add(Request(index, [0] * tokens_per_row, params, seed=index))
+    Runner(loaded.decoder, _kv_cache(loaded, limits, device), device).execute(scheduler.schedule())

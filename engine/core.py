@@ -1,0 +1,205 @@
+"""The loop: prompts in, outputs out, one step at a time."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Protocol
+
+from engine.detokenizer import StopStringWatcher, decode
+from engine.errors import OutOfMemory, RequestError
+from engine.info import EngineInfo, EngineStats
+from engine.messages import NewRequest
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.prompts import PromptEncoder
+from engine.request import Request
+from engine.scheduler import Scheduler, StepOutput, StepPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class StepRunner(Protocol):
+    """What the loop needs of `engine.runner.Runner`."""
+
+    def execute(self, plan: StepPlan) -> StepOutput: ...
+
+
+class EngineCore:
+    """One model's requests, from prompt to output. Not thread-safe: one thread adds, aborts and steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        info: EngineInfo,
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        eos_token_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self._runner = runner
+        self._encoder = PromptEncoder(tokenizer, info.vocab_size)
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._budget = TokenBudget(info.max_num_batched_tokens)
+        self._unencoded: deque[NewRequest] = deque()
+        self._undelivered: list[RequestOutput] = []
+
+    def add_requests(self, requests: Iterable[NewRequest]) -> None:
+        """Queue requests. One that cannot be served is answered by a later `step`, with its error."""
+        self._unencoded.extend(requests)
+
+    def _encode_some(self) -> None:
+        """Keep a batch of requests ready to start. They are encoded a batch at a time, and no sooner than needed."""
+        batch_size = self.info.max_num_seqs
+        if not self._unencoded or self.scheduler.num_waiting >= batch_size:
+            return
+        requests = [self._unencoded.popleft() for _ in range(min(batch_size, len(self._unencoded)))]
+        encoded = self._encoder.encode(request.prompt for request in requests)
+        for request, token_ids in zip(requests, encoded, strict=True):
+            if isinstance(token_ids, RequestError):
+                self._undelivered.append(RequestOutput.rejected(request.index, token_ids))
+                continue
+            try:
+                self.scheduler.add(self._make_request(request, token_ids))
+            except RequestError as error:
+                self._undelivered.append(RequestOutput.rejected(request.index, error, tuple(token_ids)))
+
+    def abort(self, index: int) -> None:
+        """End a request now; the next `step` returns what it has. Without effect if it has ended."""
+        if request := self.scheduler.abort(index):
+            self._undelivered.append(self._output(request))
+        elif new := next((request for request in self._unencoded if request.index == index), None):
+            self._unencoded.remove(new)
+            self._undelivered.append(RequestOutput(index, (), (CompletionOutput(0, "", (), "abort"),)))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether another `step` has something to do or to return."""
+        return self.scheduler.has_unfinished or bool(self._unencoded) or bool(self._undelivered)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step, and return the requests that ended since the last."""
+        self._encode_some()
+        plan = self.scheduler.schedule(self._budget.tokens)
+        finished = self._run(plan) if plan.rows else []
+        outputs = self._undelivered + [self._output(request) for request in finished]
+        self._undelivered = []
+        return outputs
+
+    def _run(self, plan: StepPlan) -> list[Request]:
+        try:
+            output = self._runner.execute(plan)
+        except OutOfMemory as error:
+            return self._give_way(plan, error)
+        self._budget.record_success()
+        return self.scheduler.commit(plan, output)
+
+    def _give_way(self, plan: StepPlan, error: OutOfMemory) -> list[Request]:
+        """After a step that did not fit: try again with less, and when that has not helped, without the largest."""
+        if self._budget.reduce(plan.num_tokens):
+            return []
+        largest = max(plan.rows, key=lambda row: row.start + row.num_tokens).request
+        self.scheduler.fail(largest, RequestError(error.message, code=error.code))
+        return [largest]
+
+    def stats(self) -> EngineStats:
+        """A snapshot; requests that are not encoded yet are waiting as well."""
+        stats = self.scheduler.stats()
+        return replace(stats, waiting=stats.waiting + len(self._unencoded))
+
+    def _make_request(self, new: NewRequest, token_ids: list[int]) -> Request:
+        params = new.params
+        watcher = None
+        if params.stop_strings:
+            if self.tokenizer is None:
+                raise RequestError("The model comes without a tokenizer, so it has no text to stop at.", field="stop")
+            watcher = StopStringWatcher(
+                self.tokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
+            )
+        for token_id in params.stop_token_ids:
+            if token_id >= self.info.vocab_size:
+                raise RequestError(
+                    f"Token id {token_id} is outside the model's vocabulary of {self.info.vocab_size}.",
+                    field="stop_token_ids",
+                )
+        return Request(
+            new.index,
+            token_ids,
+            params,
+            seed=_derived_seed(self._seed, new.index) if params.seed is None else params.seed,
+            eos_token_ids=self._eos_token_ids,
+            stop_watcher=watcher,
+            salt=new.salt,
+        )
+
+    def _output(self, request: Request) -> RequestOutput:
+        assert request.finish_reason is not None
+        completion = CompletionOutput(
+            index=0,
+            text=self._text(request),
+            token_ids=tuple(request.output_token_ids),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+        return RequestOutput(
+            index=request.index,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            outputs=(completion,),
+            num_cached_tokens=request.num_cached_tokens or 0,
+            error=request.error,
+        )
+
+    def _text(self, request: Request) -> str:
+        if self.tokenizer is None:
+            return ""
+        if request.stop_watcher and request.stop_watcher.stopped_text is not None:
+            return request.stop_watcher.stopped_text
+        token_ids = request.output_token_ids
+        if request.finish_reason == "stop" and not request.params.include_stop_str_in_output:
+            token_ids.pop()
+        return decode(self.tokenizer, token_ids)
+
+
+class TokenBudget:
+    """The tokens of one step, less for a while after the device ran out of memory.
+
+    Halved at once when a step does not fit, doubled again after 64 steps that did. Three steps in a row that do not
+    fit are not the budget's fault.
+    """
+
+    _PATIENCE = 2
+    _STEPS_TO_RECOVER = 64
+
+    def __init__(self, full: int) -> None:
+        self._full = full
+        self.tokens = full
+        self._failures = 0
+        self._successes = 0
+
+    def reduce(self, num_tokens: int) -> bool:
+        """Ask for less than the `num_tokens` that did not fit; False, and a new start, if that would not help."""
+        self._successes = 0
+        if num_tokens == 1 or self._failures == self._PATIENCE:
+            self._failures = 0
+            return False
+        self._failures += 1
+        self.tokens = num_tokens // 2
+        return True
+
+    def record_success(self) -> None:
+        self._failures = 0
+        self._successes += 1
+        if self._successes == self._STEPS_TO_RECOVER:
+            self._successes = 0
+            self.tokens = min(self._full, 2 * self.tokens)
+
+
+def _derived_seed(seed: int, index: int) -> int:
+    """A seed of 63 bits for request `index` that depends on nothing but the two numbers."""
+    digest = blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

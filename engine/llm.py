@@ -1,0 +1,127 @@
+"""The public face: prompts in, answers out, in the order of the prompts."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, islice, repeat
+from typing import TYPE_CHECKING, Any, cast, overload
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.info import EngineInfo, EngineStats
+from engine.messages import NewRequest
+from engine.outputs import RequestOutput
+from engine.prompts import Message, Prompt
+from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DEFAULT_PARAMS = SamplingParams()
+# Requests in the engine, beyond those that run: enough that a long answer at the head of the order does not drain the
+# batch behind it, few enough that a file of any length needs no more memory than a short one.
+_WINDOW_BATCHES = 4
+
+
+class LLM:
+    """A model in this process. `options` are the fields of `EngineConfig`; what they say wrong is a `ConfigError`.
+
+    Raises `ModelNotFound` or `ModelNotSupported` as well. Not thread-safe.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self._core = build_engine(EngineConfig(model, **options))
+        self._indices = count()
+        # Of the requests in the engine that somebody waits for: the answer, or None as long as there is none.
+        self._answers: dict[int, RequestOutput | None] = {}
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        return self._core.tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._core.info
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    @overload
+    def generate(
+        self, prompts: str | Sequence[Prompt], params: SamplingParams | Iterable[SamplingParams] = ...
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self, prompts: Iterator[Prompt], params: SamplingParams | Iterable[SamplingParams] = ...
+    ) -> Iterator[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt] | Iterator[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] = _DEFAULT_PARAMS,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Answer each prompt, in order; `params` is one for all, or one for each.
+
+        A prompt is a string, a list of token ids, or a list of chat messages. A string alone is one prompt. For a
+        sequence of prompts the answers come as a list. For an iterator they come as an iterator: prompts are drawn as
+        room arises, a few batches ahead, and nothing grows with their number.
+
+        A prompt that cannot be served yields an output with `error` set, and the others go on.
+        """
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, Sequence):
+            return self._run(prompts, params)
+        if isinstance(params, Sequence) and len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+        return list(self._run(prompts, params))
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Iterable[SamplingParams] = _DEFAULT_PARAMS,
+    ) -> list[RequestOutput]:
+        """Answer each conversation, a list of `{"role": ..., "content": ...}`, through the model's chat template.
+
+        A list of messages alone is one conversation.
+        """
+        if conversations and isinstance(conversations[0], Mapping):
+            return self.generate([cast(Sequence[Message], conversations)], params)
+        return self.generate(cast(Sequence[Sequence[Message]], conversations), params)
+
+    def _run(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        if isinstance(params, SamplingParams):
+            questions = zip(prompts, repeat(params), strict=False)
+        else:
+            questions = zip(prompts, params, strict=True)
+        window = _WINDOW_BATCHES * self._core.info.max_num_seqs
+        pending: deque[int] = deque()
+        try:
+            for place in count():
+                new = [
+                    NewRequest(next(self._indices), prompt, param)
+                    for prompt, param in islice(questions, window - len(pending))
+                ]
+                pending.extend(request.index for request in new)
+                self._answers.update((request.index, None) for request in new)
+                self._core.add_requests(new)
+                if not pending:
+                    return
+                answer = self._wait_for(pending.popleft())
+                yield replace(answer, index=place)
+        finally:
+            for index in pending:
+                self._core.abort(index)
+                del self._answers[index]
+
+    def _wait_for(self, index: int) -> RequestOutput:
+        while (answer := self._answers[index]) is None:
+            for output in self._core.step():
+                # What an abandoned iterator left behind has no place here any more.
+                if output.index in self._answers:
+                    self._answers[output.index] = output
+        del self._answers[index]
+        return answer

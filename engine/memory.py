@@ -1,0 +1,65 @@
+"""How large the KV pool is.
+
+CPU     half of what the machine has left once the model is loaded, and no more than lets every row of the batch
+        hold 2,048 tokens: what is not used by then only fills up with a cache that others could use
+CUDA    gpu_memory_utilization of the device, less what is in use, less what a step of full size takes
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.machine import available_memory
+
+_CPU_SHARE = 0.5
+_CPU_TOKENS_PER_ROW = 2048
+_DEFAULT_GPU_UTILIZATION = 0.9
+
+
+def size_kv_pool(
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    bytes_per_token: int,
+    tokens_per_request: int,
+    max_num_seqs: int,
+    run_full_step: Callable[[], None],
+) -> int:
+    """Return the number of KV blocks, the null block among them; the model is loaded by now.
+
+    `tokens_per_request` is the most that one request may hold. `run_full_step` runs a step as large as the budgets
+    allow, and is called only on a GPU, to measure the memory that it takes.
+
+    Raises `ConfigError` if there is no memory for a KV pool.
+    """
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.kv_cache_memory is not None:
+        available = config.kv_cache_memory
+    elif device.type == "cuda":
+        utilization = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
+        available = _available_on_gpu(device, utilization, run_full_step)
+    else:
+        wanted = max_num_seqs * min(tokens_per_request, _CPU_TOKENS_PER_ROW) * bytes_per_token
+        available = min(int(_CPU_SHARE * available_memory()), wanted)
+    num_blocks = available // (bytes_per_token * config.block_size)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"With {max(available, 0) / 2**20:.0f} MiB there is no room for a KV cache.",
+            hint="Free some memory, raise kv_cache_memory or gpu_memory_utilization, or take a smaller model.",
+        )
+    return num_blocks
+
+
+def _available_on_gpu(device: torch.device, utilization: float, run_full_step: Callable[[], None]) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_full_step()
+    step_bytes = torch.cuda.max_memory_allocated(device) - before
+    # What the step left behind in the caching allocator must not count twice.
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(utilization * total) - (total - free) - step_bytes

@@ -1,0 +1,36 @@
+"""What an engine process and its owner say to each other, and what the loop is told."""
+
+from dataclasses import dataclass
+
+from engine.info import EngineStats
+from engine.outputs import RequestOutput
+from engine.prompts import Prompt
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """`index` is the caller's, unique among the requests in the engine. Only requests of one `salt` share KV blocks."""
+
+    index: int
+    prompt: Prompt
+    params: SamplingParams
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End now; what is in flight is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """All that one step finished, in one message, and the engine's numbers after it."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats

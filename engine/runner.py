@@ -1,0 +1,49 @@
+"""One step on the device: one forward pass, one sampling pass, no request touched."""
+
+import torch
+
+from engine.batch import build_batch
+from engine.errors import OutOfMemory
+from engine.models.decoder import Decoder
+from engine.sampler import sample
+from engine.scheduler import StepOutput, StepPlan
+from kernels.ops import KVCache
+
+
+class Runner:
+    """Runs plans of a scheduler whose blocks are those of `kv`."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, device: torch.device) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._device = device
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Compute the plan's tokens and sample.
+
+        Raises `OutOfMemory` if the step does not fit the device. Then nothing happened that counts: what was written
+        to the KV cache lies beyond every request's `num_computed_tokens`.
+        """
+        try:
+            return self._execute(plan)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            message = str(error)
+        # Only here, outside of the handler, are the step's tensors gone: the exception's traceback held them.
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise OutOfMemory(f"A step of {plan.num_tokens} tokens does not fit the memory: {message}")
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepOutput:
+        batch = build_batch(plan, self._kv.block_size, self._device)
+        hidden = self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._kv)
+        if batch.logits_rows.numel() == 0:
+            return StepOutput(())
+        return StepOutput(sample(self._decoder.logits(hidden[batch.logits_rows]), batch.sampling))
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # CUDA has an exception of its own for it; the CPU's allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

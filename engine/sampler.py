@@ -1,0 +1,106 @@
+"""From logits to tokens, in this order:
+
+    1  banned tokens       to -inf: what would end a request before its min_tokens
+    2  temperature         0: the likeliest token, of equals the one with the lowest id, and nothing of what follows
+    3  top_k               keep the k likeliest
+    4  top_p               of those, the likeliest that together reach p
+    5  min_p               of those, the ones at least min_p times as likely as the likeliest
+    6  Gumbel-max          add noise, take the largest: a draw from what was kept, in proportion
+
+Stages 3 to 5 keep all tokens whose logits are equal to the last one kept, so that what is kept is a function of the
+logits and not of a sorting order. The noise of a token is a function of (seed, position, vocabulary id), so that a
+request draws the same whatever else is in the batch. Where a row's logits are not finite there is no token.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.batch import SamplingBatch
+from kernels.ops import gumbel_noise
+
+# Nearly always the tokens that reach top_p are among so many; sorting the whole vocabulary is for the other rows.
+_TOP_P_CANDIDATES = 1024
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[int | None, ...]:
+    """Choose one token for each row of `logits` `[R, vocab_size]` float32, which is overwritten.
+
+    None stands for a row whose largest logit is NaN or infinite.
+    """
+    for row, token_ids in batch.banned.items():
+        logits[row, token_ids] = -math.inf
+    best, tokens = logits.max(dim=-1)
+    random_rows = [row for row, temperature in enumerate(batch.temperature) if temperature > 0]
+    if random_rows:
+        tokens[random_rows] = _sample_random(logits[random_rows] - best[random_rows, None], _select(batch, random_rows))
+    return tuple(
+        token if finite else None for token, finite in zip(tokens.tolist(), torch.isfinite(best).tolist(), strict=True)
+    )
+
+
+def _sample_random(scores: Tensor, batch: SamplingBatch) -> Tensor:
+    """Stages 2 to 6 for rows of logits, each less its largest; returns token ids `[R]`."""
+
+    def on_device(values: list, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=scores.device)
+
+    # With the largest at 0, a temperature near 0 takes all others to -inf and none to NaN.
+    temperature = on_device(batch.temperature, torch.float32).clamp_(min=torch.finfo(torch.float32).tiny)
+    scores /= temperature[:, None]
+    vocab_size = scores.shape[-1]
+    if rows := [row for row, k in enumerate(batch.top_k) if 0 < k < vocab_size]:
+        _keep_from(scores, rows, top_k_floor(scores[rows], on_device([batch.top_k[row] for row in rows], torch.int64)))
+    if rows := [row for row, p in enumerate(batch.top_p) if p < 1]:
+        _keep_from(
+            scores, rows, top_p_floor(scores[rows], on_device([batch.top_p[row] for row in rows], torch.float32))
+        )
+    if rows := [row for row, p in enumerate(batch.min_p) if p > 0]:
+        _keep_from(scores, rows, on_device([batch.min_p[row] for row in rows], torch.float32).log_())
+    seeds, positions = on_device(batch.seeds, torch.int64), on_device(batch.positions, torch.int64)
+    return scores.add_(gumbel_noise(seeds, positions, vocab_size)).argmax(dim=-1)
+
+
+def top_k_floor(scores: Tensor, k: Tensor) -> Tensor:
+    """Return the `k`-th largest score of each row, `[R]`; `k` is `[R]` int64, from 1 to the row's length."""
+    largest = scores.topk(int(k.max()), dim=-1).values
+    return largest.gather(1, k[:, None] - 1).squeeze(1)
+
+
+def top_p_floor(scores: Tensor, p: Tensor) -> Tensor:
+    """Return, for each row, the smallest score among the likeliest whose probabilities reach `p` `[R]`."""
+    candidates = scores.topk(min(_TOP_P_CANDIDATES, scores.shape[-1]), dim=-1).values
+    log_total = scores.logsumexp(dim=-1, keepdim=True)
+    floor, reached = _floor_in_sorted(candidates, log_total, p)
+    if not bool(reached.all()):
+        rest = ~reached
+        everything = scores[rest].sort(dim=-1, descending=True).values
+        floor[rest], _ = _floor_in_sorted(everything, log_total[rest], p[rest])
+    return floor
+
+
+def _floor_in_sorted(scores: Tensor, log_total: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """The floor in rows sorted in descending order, and whether the row's probabilities reach `p` at all."""
+    probabilities = (scores - log_total).exp_()
+    reach = probabilities.cumsum(dim=-1)
+    # A token is kept if those before it do not reach p; the first always is.
+    kept = (reach - probabilities < p[:, None]).sum(dim=-1).clamp_(min=1)
+    return scores.gather(1, kept[:, None] - 1).squeeze(1), reach[:, -1] >= p
+
+
+def _keep_from(scores: Tensor, rows: list[int], floor: Tensor) -> None:
+    kept = scores[rows]
+    scores[rows] = kept.masked_fill_(kept < floor[:, None], -math.inf)
+
+
+def _select(batch: SamplingBatch, rows: list[int]) -> SamplingBatch:
+    return SamplingBatch(
+        temperature=[batch.temperature[row] for row in rows],
+        top_k=[batch.top_k[row] for row in rows],
+        top_p=[batch.top_p[row] for row in rows],
+        min_p=[batch.min_p[row] for row in rows],
+        seeds=[batch.seeds[row] for row in rows],
+        positions=[batch.positions[row] for row in rows],
+        banned={},
+    )

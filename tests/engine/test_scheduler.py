@@ -1,0 +1,246 @@
+"""The scheduler alone and with a toy model: budgets, preemption, prefix hits, and that everything finishes right."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.errors import ConfigError, RequestError
+from engine.request import RequestStatus
+from engine.scheduler import Scheduler, StepOutput
+from tests.engine.toy import EOS, answer, next_token, request, toy_limits, toy_runner
+
+
+def commit_all(scheduler, plan):
+    """Commit a plan with the toy's tokens, without a model."""
+    return scheduler.commit(plan, StepOutput(tuple(next_token(r.request.token_ids) for r in plan.rows if r.samples)))
+
+
+def drain(scheduler, runner, steps=2000):
+    finished = []
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        assert plan.rows, "there are requests, and nothing runs"
+        finished += scheduler.commit(plan, runner.execute(plan))
+        steps -= 1
+        assert steps, "the scheduler does not come to an end"
+    return finished
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks():
+    scheduler = Scheduler(toy_limits(max_num_batched_tokens=8))
+    scheduler.add(request(0, range(20)))
+    chunks = []
+    for _ in range(3):
+        plan = scheduler.schedule()
+        chunks.append((plan.rows[0].start, plan.rows[0].num_tokens, plan.rows[0].samples))
+        commit_all(scheduler, plan)
+    assert chunks == [(0, 8, False), (8, 8, False), (16, 4, True)]
+
+
+def test_running_requests_come_before_waiting_ones():
+    scheduler = Scheduler(toy_limits(max_num_batched_tokens=10))
+    scheduler.add(request(0, range(6)))
+    commit_all(scheduler, scheduler.schedule())
+    scheduler.add(request(1, range(100, 120)))
+    plan = scheduler.schedule()
+    assert [(row.request.index, row.num_tokens) for row in plan.rows] == [(0, 1), (1, 9)]
+
+
+def test_a_prompt_of_whole_blocks_that_is_cached_still_computes_its_last_token():
+    scheduler = Scheduler(toy_limits())
+    for index in range(2):
+        scheduler.add(request(index, range(12), max_tokens=1))
+        plan = scheduler.schedule()
+        commit_all(scheduler, plan)
+    assert (plan.rows[0].start, plan.rows[0].num_tokens, plan.rows[0].samples) == (8, 4, True)
+    assert plan.rows[0].request.num_cached_tokens == 8
+
+
+def test_requests_with_different_salts_share_nothing():
+    scheduler = Scheduler(toy_limits())
+    for index, salt in enumerate([b"a", b"b", b"a"]):
+        asked = request(index, range(9), max_tokens=1)
+        asked._salt = salt
+        scheduler.add(asked)
+        commit_all(scheduler, scheduler.schedule())
+        assert asked.num_cached_tokens == (8 if index == 2 else 0)
+
+
+def test_a_prompt_waits_a_step_for_the_prefix_that_another_is_computing():
+    scheduler = Scheduler(toy_limits(max_num_batched_tokens=64))
+    shared = list(range(16))
+    for index in range(3):
+        scheduler.add(request(index, [*shared, 100 + index]))
+    scheduler.add(request(3, range(50, 60)))
+    first = scheduler.schedule()
+    assert [row.request.index for row in first.rows] == [0, 3]
+    commit_all(scheduler, first)
+    second = scheduler.schedule()
+    assert [(row.request.index, row.start) for row in second.rows] == [(0, 17), (3, 10), (1, 16), (2, 16)]
+
+
+def test_without_prefix_caching_nothing_is_shared_and_nothing_waits():
+    scheduler = Scheduler(toy_limits(max_num_batched_tokens=64, enable_prefix_caching=False))
+    for index in range(3):
+        scheduler.add(request(index, range(16)))
+    assert [row.start for row in scheduler.schedule().rows] == [0, 0, 0]
+
+
+def test_the_youngest_is_preempted_and_stands_first_in_the_queue():
+    # Nine blocks of four. Admission counts on short answers, as the estimate has seen many of them.
+    scheduler = Scheduler(toy_limits(num_kv_blocks=10, max_model_len=36, max_num_batched_tokens=36))
+    for index in range(40):
+        scheduler.add(request(index, [index], max_tokens=30, stop_token_ids=[next_token([index])]))
+    runner = toy_runner(scheduler.config)
+    drain(scheduler, runner)
+    assert scheduler.stats().preemptions == 0
+    for index in range(3):
+        scheduler.add(request(index, range(10 * index, 10 * index + 9), max_tokens=20, ignore_eos=True))
+    requests = list(scheduler._waiting)
+    plan = scheduler.schedule()
+    while not scheduler.stats().preemptions:
+        scheduler.commit(plan, runner.execute(plan))
+        plan = scheduler.schedule()
+    assert scheduler._waiting[0].index == 2
+    assert scheduler._waiting[0].block_ids == []
+    assert scheduler._waiting[0].num_output_tokens > 0, "what it generated is kept"
+    assert 2 not in [row.request.index for row in plan.rows]
+    scheduler.commit(plan, runner.execute(plan))
+    drain(scheduler, runner)
+    for done in requests:
+        assert done.output_token_ids == answer(done.prompt_token_ids, 20, ignore_eos=True)
+
+
+def test_admission_leaves_room_for_the_answers_that_are_expected():
+    scheduler = Scheduler(toy_limits(num_kv_blocks=11, max_model_len=40, max_num_batched_tokens=64))
+    for index in range(4):
+        scheduler.add(request(index, range(10 * index, 10 * index + 4), max_tokens=20))
+    # Each will grow to about 4 + 14 tokens, five blocks: ten blocks hold two of them, though four prompts would fit.
+    assert len(scheduler.schedule().rows) == 2
+
+
+@pytest.mark.parametrize("length", [36, 37, 100])
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_alone(length):
+    scheduler = Scheduler(toy_limits(max_model_len=36))
+    with pytest.raises(RequestError) as refused:
+        scheduler.add(request(0, [1] * length))
+    assert refused.value.code == "context_length_exceeded"
+    assert not scheduler.has_unfinished
+
+
+def test_a_prompt_one_short_of_the_context_gets_one_token():
+    scheduler = Scheduler(toy_limits(max_model_len=36, num_kv_blocks=10))
+    scheduler.add(request(0, [1] * 35, max_tokens=None, ignore_eos=True))
+    (done,) = drain(scheduler, toy_runner(scheduler.config))
+    assert (done.num_tokens, done.finish_reason) == (36, "length")
+
+
+def test_limits_under_which_a_request_could_never_finish_are_refused():
+    with pytest.raises(ConfigError, match="does not fit the KV pool"):
+        toy_limits(num_kv_blocks=10, max_model_len=37)
+
+
+def test_an_abort_is_final_in_every_state():
+    scheduler = Scheduler(toy_limits(max_num_seqs=1))
+    runner = toy_runner(scheduler.config)
+    for index in range(2):
+        scheduler.add(request(index, range(9), ignore_eos=True))
+    plan = scheduler.schedule()
+    scheduler.commit(plan, runner.execute(plan))
+    assert scheduler.abort(1).num_output_tokens == 0
+    assert scheduler.abort(0).num_output_tokens == 1
+    assert scheduler.abort(0) is None
+    assert not scheduler.has_unfinished
+    assert scheduler.stats().kv_blocks_used == 0
+    scheduler.check_integrity()
+
+
+def test_a_plan_that_is_never_committed_changes_no_answer():
+    scheduler = Scheduler(toy_limits())
+    runner = toy_runner(scheduler.config)
+    requests = [request(index, range(index, index + 9)) for index in range(6)]
+    for asked in requests:
+        scheduler.add(asked)
+    while scheduler.has_unfinished:
+        runner.execute(scheduler.schedule())
+        smaller = scheduler.schedule(token_budget=3)
+        assert smaller.num_tokens <= 3
+        scheduler.commit(smaller, runner.execute(smaller))
+        scheduler.check_integrity()
+    for done in requests:
+        assert done.output_token_ids == answer(done.prompt_token_ids, 8)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests, aborts and steps in a pool that is too small for them, against the toy's known answers."""
+
+    def __init__(self):
+        super().__init__()
+        self.limits = toy_limits(num_kv_blocks=12, max_model_len=40, max_num_batched_tokens=10, max_num_seqs=5)
+        self.scheduler = Scheduler(self.limits)
+        self.runner = toy_runner(self.limits)
+        self.requests = {}
+        self.aborted = set()
+
+    # Two letters and a few lengths, so that prompts often share prefixes.
+    @rule(
+        prompt=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=3).map(
+            lambda units: [u for u in units for _ in range(4)]
+        ),
+        tail=st.lists(st.integers(0, 9), max_size=3),
+        max_tokens=st.integers(1, 27),
+    )
+    def add(self, prompt, tail, max_tokens):
+        index = len(self.requests)
+        self.requests[index] = request(index, prompt + tail, max_tokens=max_tokens)
+        self.scheduler.add(self.requests[index])
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.requests)
+    def abort(self, data):
+        index = data.draw(st.sampled_from(sorted(self.requests)))
+        if self.requests[index].status is not RequestStatus.FINISHED:
+            self.aborted.add(index)
+        self.scheduler.abort(index)
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count):
+        for _ in range(count):
+            self.run_one()
+
+    @rule(budget=st.integers(1, 9))
+    def step_that_fails_and_a_smaller_one(self, budget):
+        self.scheduler.schedule()
+        self.run_one(budget)
+
+    def run_one(self, budget=None):
+        plan = self.scheduler.schedule(budget)
+        assert plan.num_tokens <= (budget or self.limits.max_num_batched_tokens)
+        assert len(plan.rows) <= self.limits.max_num_seqs
+        assert bool(plan.rows) == self.scheduler.has_unfinished
+        if plan.rows:
+            self.scheduler.commit(plan, self.runner.execute(plan))
+
+    @invariant()
+    def references_agree(self):
+        self.scheduler.check_integrity()
+
+    def teardown(self):
+        drain(self.scheduler, self.runner)
+        assert self.scheduler.stats().kv_blocks_used == 0
+        self.scheduler.check_integrity()
+        for index, done in self.requests.items():
+            expected = answer(done.prompt_token_ids, done.params.max_tokens)
+            if index in self.aborted:
+                assert done.finish_reason == "abort"
+                assert done.output_token_ids == expected[: done.num_output_tokens]
+            else:
+                assert done.output_token_ids == expected
+                assert done.finish_reason == ("stop" if expected[-1] == EOS else "length")
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -1,0 +1,124 @@
+"""A model of a few lines for tests of the loop: it reads the context back from the paged cache, as attention does.
+
+Its KV cache holds each slot's token and position, and its next token is a function of all of them. So a wrong block
+table, slot, position or prefix hit changes the answer, or raises.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import OutOfMemory
+from engine.info import EngineInfo
+from engine.models.decoder import Decoder
+from engine.request import Request
+from engine.runner import Runner
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler, StepOutput, StepPlan
+from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache
+from tests.engine.models_fixture import byte_tokenizer
+
+VOCAB_SIZE = 260
+EOS = 257
+
+
+def next_token(context: Sequence[int]) -> int:
+    """What the toy says after `context`: any byte, and now and then the end."""
+    value = 17
+    for token in context:
+        value = (value * 31 + token + 1) % 1_000_003
+    return EOS if value % 23 == 0 else value % 256
+
+
+def answer(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+    """What the engine has to give for a greedy request."""
+    context = list(prompt)
+    while len(context) < len(prompt) + max_tokens:
+        context.append(next_token(context))
+        if context[-1] == EOS and not ignore_eos:
+            break
+    return context[len(prompt) :]
+
+
+class ToyDecoder(Decoder):
+    """Writes `[token, position]` where a layer's key of two dimensions goes, and its hidden state is the next token."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        keys = kv.layer(0).key[:, 0]  # [num_blocks, block_size, 2]
+        slots = batch.slot_mapping
+        keys.view(-1, 2)[slots] = torch.stack([token_ids, positions], dim=1).float()
+        hidden = []
+        for row, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            stored = keys[batch.block_tables[row].long()].reshape(-1, 2)[:context]
+            assert stored[:, 1].tolist() == list(range(context)), "the cache does not hold this row's positions"
+            tokens = stored[:, 0].long().tolist()
+            hidden += [[float(next_token(tokens[: context - query + 1 + i]))] for i in range(query)]
+        return torch.tensor(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB_SIZE).float() * 20
+
+
+class FaultyRunner:
+    """Runs steps, but for those that a test wants to fail: `fits` says of a plan whether memory holds it."""
+
+    def __init__(self, runner: Runner, fits) -> None:
+        self._runner = runner
+        self._fits = fits
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        if not self._fits(plan):
+            raise OutOfMemory("no memory left")
+        return self._runner.execute(plan)
+
+
+def toy_limits(**options) -> SchedulerConfig:
+    return SchedulerConfig(
+        **{
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "max_model_len": 64,
+            "block_size": 4,
+            "num_kv_blocks": 65,
+            **options,
+        }
+    )
+
+
+def toy_runner(limits: SchedulerConfig, decoder: Decoder | None = None) -> Runner:
+    cpu = torch.device("cpu")
+    kv = allocate_kv_cache(1, limits.num_kv_blocks, limits.block_size, 1, 2, torch.float32, cpu)
+    return Runner(decoder or ToyDecoder(), kv, cpu)
+
+
+def toy_core(
+    limits: SchedulerConfig | None = None, *, runner=None, tokenizer: bool = True, seed: int = 0
+) -> EngineCore:
+    limits = limits or toy_limits()
+    info = EngineInfo(
+        model="toy",
+        dtype="float32",
+        device="cpu",
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=VOCAB_SIZE,
+        num_kv_blocks=limits.num_kv_blocks,
+        block_size=limits.block_size,
+    )
+    return EngineCore(
+        Scheduler(limits),
+        runner or toy_runner(limits),
+        info,
+        tokenizer=byte_tokenizer() if tokenizer else None,
+        eos_token_ids=frozenset({EOS}),
+        seed=seed,
+    )
+
+
+def request(index: int, prompt: Sequence[int], **params) -> Request:
+    sampling = SamplingParams(**{"temperature": 0, "max_tokens": 8, **params})
+    return Request(index, list(prompt), sampling, seed=index, eos_token_ids=frozenset({EOS}))
