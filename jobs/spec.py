@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+StopString = Annotated[str, StringConstraints(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
 JobId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -30,8 +32,8 @@ class Sampling(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: str | tuple[str, ...] | None = None
-    stop_token_ids: tuple[int, ...] | None = None
+    stop: StopString | tuple[StopString, ...] | None = None
+    stop_token_ids: tuple[TokenId, ...] | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 

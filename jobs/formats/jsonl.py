@@ -1,0 +1,89 @@
+"""JSON Lines, cut by bytes: a line ends at a newline byte and nowhere else.
+
+Text tools also cut at U+2028, U+2029, U+0085 and lone carriage returns, all of which may stand inside a JSON string.
+"""
+
+import codecs
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_ASCII = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+_CR = 13
+
+
+class Line(NamedTuple):
+    """One line of a file: `number` counts from 1, and [`offset`, `end`) are its bytes with the line end.
+
+    `data` is the line without its end (LF or CR LF) and without a byte order mark, or None where the line is longer
+    than the limit.
+    """
+
+    number: int
+    offset: int
+    end: int
+    data: bytes | None
+
+
+def iter_lines(
+    chunks: Iterable[bytes], max_line_bytes: int, *, first_number: int = 1, offset: int = 0
+) -> Iterator[Line]:
+    """The lines of a file, whose bytes from `offset` on come in pieces of any size.
+
+    Lines of nothing but white space are counted and left out. The last line needs no line end. At most
+    `max_line_bytes` and one piece are held: what a longer line has beyond that is skipped as it comes.
+    """
+    number = first_number
+    parts: list[bytes] = []  # the unfinished line, and `held` its length; emptied once it is longer than the limit
+    held = 0
+    for chunk in chunks:
+        head, *rest = chunk.split(b"\n")
+        held += len(head)
+        if held <= max_line_bytes:
+            parts.append(head)
+        else:
+            parts = []
+        if not rest:
+            continue
+        end = offset + held + 1
+        yield from _line(number, offset, end, parts, held)
+        number += 1
+        offset = end
+        tail = rest.pop()
+        for data in rest:
+            end = offset + len(data) + 1
+            if len(data) > max_line_bytes:
+                yield Line(number, offset, end, None)
+            elif data and not data.isspace():
+                yield Line(number, offset, end, data[:-1] if data[-1] == _CR else data)
+            number += 1
+            offset = end
+        held = len(tail)
+        parts = [tail] if held <= max_line_bytes else []
+    if held:
+        yield from _line(number, offset, offset + held, parts, held)
+
+
+def _line(number: int, offset: int, end: int, parts: list[bytes], held: int) -> Iterator[Line]:
+    """The line made of `parts`: none where it is blank, and one without data where the parts were given up."""
+    if held and not parts:
+        yield Line(number, offset, end, None)
+        return
+    data = b"".join(parts)
+    if offset == 0:
+        data = data.removeprefix(codecs.BOM_UTF8)
+    if data and not data.isspace():
+        yield Line(number, offset, end, data.removesuffix(b"\r"))
+
+
+def dumps(value: Any) -> bytes:
+    """Compact JSON in UTF-8, without a line end. Raises ValueError for NaN and infinities, which JSON does not have.
+
+    Where a string holds a lone surrogate, which UTF-8 cannot carry, everything outside ASCII is escaped.
+    """
+    try:
+        return _COMPACT.encode(value).encode()
+    except UnicodeEncodeError:
+        return _ASCII.encode(value).encode()

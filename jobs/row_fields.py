@@ -1,0 +1,194 @@
+"""What the fields of a row may hold: chat messages, prompts and sampling parameters, in any input shape."""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from jobs.spec import Sampling
+
+Message = dict[str, str]
+"""`role` and `content`; the role is system, user or assistant."""
+Prompt = str | list[int] | tuple[Message, ...]
+Kind = Literal["chat", "completion"]
+
+_ROLES = frozenset({"system", "user", "assistant"})
+_TOOL_ROLES = frozenset({"tool", "function"})
+_UNSERVED_MESSAGE_FIELDS = frozenset({"refusal", "audio", "annotations", "tool_calls", "function_call", "tool_call_id"})
+SHOWN = 80
+
+
+class RowRefused(Exception):
+    """A field of a row is not what it must be. `parse_row` turns this into a RowError with the row's place."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+def shown(value: Any) -> str:
+    """The value as JSON, cut where it is long, for an error message."""
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def wrong_type(param: str, wanted: str, value: Any) -> RowRefused:
+    return RowRefused(
+        "invalid_type", f"Invalid type for '{param}': expected {wanted}, but got {_json_type(value)}.", param
+    )
+
+
+def _json_type(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case str():
+            return "a string"
+        case int() | float():
+            return "a number"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def read_messages(value: Any, param: str) -> tuple[Message, ...]:
+    """Chat messages whose content is text, or a list of text parts, which are joined. Raises RowRefused."""
+    if type(value) is not list:
+        raise wrong_type(param, "an array of messages", value)
+    if not value:
+        raise RowRefused("invalid_value", f"Invalid '{param}': an empty array of messages.", param)
+    messages: list[Message] = []
+    for index, item in enumerate(value):
+        plain = (
+            type(item) is dict and len(item) == 2 and item.get("role") in _ROLES and type(item.get("content")) is str
+        )
+        messages.append(item if plain else _message(item, f"{param}[{index}]"))
+    return tuple(messages)
+
+
+def _message(item: Any, param: str) -> Message:
+    if type(item) is not dict:
+        raise wrong_type(param, "an object", item)
+    for name in ("role", "content"):
+        if name not in item:
+            raise RowRefused(
+                "missing_required_parameter", f"Missing required parameter: '{param}.{name}'.", f"{param}.{name}"
+            )
+    for name, value in item.items():
+        if name in _UNSERVED_MESSAGE_FIELDS and value not in (None, []):
+            raise RowRefused("unsupported_parameter", f"'{param}.{name}' is not supported.", f"{param}.{name}")
+        if name not in _UNSERVED_MESSAGE_FIELDS and name not in ("role", "content", "name"):
+            raise RowRefused("unknown_parameter", f"Unknown parameter: '{param}.{name}'.", f"{param}.{name}")
+    return {"role": _role(item["role"], f"{param}.role"), "content": _content(item["content"], f"{param}.content")}
+
+
+def _role(value: Any, param: str) -> str:
+    if type(value) is not str:
+        raise wrong_type(param, "a string", value)
+    if value == "developer":
+        return "system"  # OpenAI's newer name for it, which chat templates do not know
+    if value in _TOOL_ROLES:
+        raise RowRefused("unsupported_parameter", f"Messages with the role '{value}' are not supported.", param)
+    if value not in _ROLES:
+        raise RowRefused(
+            "invalid_value", f"Invalid value: {shown(value)}. Supported roles are: system, user and assistant.", param
+        )
+    return value
+
+
+def _content(value: Any, param: str) -> str:
+    if type(value) is str:
+        return value
+    if type(value) is not list:
+        raise wrong_type(param, "a string or an array of text parts", value)
+    texts = []
+    for index, part in enumerate(value):
+        if type(part) is not dict:
+            raise wrong_type(f"{param}[{index}]", "an object", part)
+        if part.get("type") != "text":
+            raise RowRefused(
+                "unsupported_parameter",
+                f"A content part of type {shown(part.get('type'))} is not supported: only 'text' is.",
+                f"{param}[{index}].type",
+            )
+        if type(part.get("text")) is not str:
+            raise wrong_type(f"{param}[{index}].text", "a string", part.get("text"))
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def read_prompt(value: Any, param: str) -> str | list[int]:
+    """A prompt that is a text or a list of token ids, and not empty. Raises RowRefused."""
+    if type(value) is str or type(value) is list:
+        if not value:
+            raise RowRefused("invalid_value", f"Invalid '{param}': an empty prompt.", param)
+        if type(value) is list:
+            _check_token_ids(value, param)
+        return value
+    raise wrong_type(param, "a string or an array of token ids", value)
+
+
+def _check_token_ids(value: list[Any], param: str) -> None:
+    for index, token in enumerate(value):
+        if type(token) is str or type(token) is list:
+            raise RowRefused(
+                "unsupported_parameter", f"'{param}' holds several prompts: only one prompt a row is supported.", param
+            )
+        if type(token) is not int:
+            raise wrong_type(f"{param}[{index}]", "a token id", token)
+        if token < 0:
+            raise RowRefused(
+                "invalid_value", f"Invalid '{param}[{index}]': {token} is not a token id.", f"{param}[{index}]"
+            )
+
+
+def read_sampling(fields: Mapping[str, Any], params: Mapping[str, str], defaults: Sampling) -> Sampling:
+    """The sampling parameters among a row's `fields`, over the job's defaults; null is not set.
+
+    `params` maps the names that are looked for to the paths that errors call them by. Raises RowRefused.
+    """
+    if fields.keys().isdisjoint(params):
+        return defaults
+    values = {name: _hashable(fields[name], params[name]) for name in params if fields.get(name) is not None}
+    if not values:
+        return defaults
+    try:
+        return _sampling(defaults, tuple(values), *values.values())
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = str(first["loc"][0])
+        code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+        raise RowRefused(code, f"Invalid '{params[name]}': {first['msg']}.", params[name]) from None
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _sampling(defaults: Sampling, names: tuple[str, ...], *values: Any) -> Sampling:
+    # Most rows of a file set the same parameters; typed, because True is no 1 here though it is equal.
+    return Sampling.model_validate(dict(zip(names, values, strict=True))).over(defaults)
+
+
+def _hashable(value: Any, param: str) -> Any:
+    if type(value) is dict:
+        raise wrong_type(param, "a number, a string or an array", value)
+    if type(value) is not list:
+        return value
+    if len({type(item) for item in value} - {str, int}) or len({type(item) for item in value}) > 1:
+        raise RowRefused(
+            "invalid_type", f"Invalid type for '{param}': expected an array of strings or of integers.", param
+        )
+    return tuple(value)
+
+
+def refuse_lone_surrogates(*values: Any) -> None:
+    """Raises RowRefused where a string among the values holds half of a surrogate pair, which no tokenizer takes."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RowRefused("invalid_value", "The text holds a lone surrogate, which is not a character.") from error

@@ -1,0 +1,176 @@
+"""What a row is. The planner and the workers read lines with the same `parse_row`, so that they never disagree."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pydantic_core import from_json
+
+from jobs.errors import RowError
+from jobs.formats.jsonl import Line
+from jobs.openai_rows import MAX_CUSTOM_ID, Request, read_request
+from jobs.row_fields import (
+    Kind,
+    Prompt,
+    RowRefused,
+    read_messages,
+    read_prompt,
+    read_sampling,
+    refuse_lone_surrogates,
+)
+from jobs.spec import JobSpec, OpenAIRows, RecordRows, Sampling
+
+MAX_DEPTH = 64
+RESULT_COLUMNS = ("response", "finish_reason", "usage", "error")
+"""The columns that a record gets in the output; a record that has one of them already is refused."""
+
+_SAMPLING_COLUMNS = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of a job.
+
+    `line` and `offset` are its place in the input. `source` is the line as it was read and `record` the object in it.
+    `kind` says whether the prompt is put through the model's chat template: messages are; a plain prompt of a record
+    is, as one user message; a prompt of a completions request and token ids are not. A record's `custom_id` column
+    counts where it is a string of at most 512 characters.
+    """
+
+    line: int
+    offset: int
+    custom_id: str | None
+    kind: Kind
+    prompt: Prompt
+    sampling: Sampling
+    record: dict[str, Any]
+    source: bytes
+
+
+def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
+    """The row on a line, or what is wrong with the line and where."""
+    if line.data is None:
+        return RowError(
+            code="line_too_long",
+            message=f"This line is longer than {spec.max_line_bytes} bytes.",
+            line=line.number,
+            byte=line.offset,
+        )
+    custom_id: str | None = None
+    try:
+        record, has_surrogates = _parse_object(line.data)
+        custom_id = _custom_id(record)
+        request = _read(record, spec)
+        if has_surrogates:
+            refuse_lone_surrogates(custom_id, request.prompt, request.sampling.stop)
+    except RowRefused as refused:
+        return RowError(
+            code=refused.code,
+            message=_sayable(refused.message),
+            param=refused.param and _sayable(refused.param),
+            line=line.number,
+            byte=line.offset,
+            custom_id=custom_id and _sayable(custom_id),
+        )
+    return Row(line.number, line.offset, custom_id, *request, record, line.data)
+
+
+def _sayable(text: str) -> str:
+    """The text in characters that UTF-8 has: names and ids in an error come from the row, lone surrogates and all."""
+    return text.encode(errors="replace").decode()
+
+
+def is_object(data: bytes) -> bool:
+    """Whether these bytes are a JSON object within the limits of a row."""
+    try:
+        _parse_object(data)
+    except RowRefused:
+        return False
+    return True
+
+
+def _read(record: dict[str, Any], spec: JobSpec) -> Request:
+    match spec.rows:
+        case OpenAIRows():
+            return read_request(record, spec)
+        case RecordRows() as shape:
+            return _read_record(record, shape, spec.sampling)
+
+
+def _read_record(record: dict[str, Any], shape: RecordRows, defaults: Sampling) -> Request:
+    for name in RESULT_COLUMNS:
+        if name in record:
+            raise RowRefused(
+                "column_collision", f"The column '{name}' is written by pagemill: rename it in the input.", name
+            )
+    sampling = read_sampling(record, _SAMPLING_COLUMNS, defaults)
+    if shape.messages_column is not None:
+        messages = _column(record, shape.messages_column)
+        return Request("chat", read_messages(messages, shape.messages_column), sampling)
+    column = shape.prompt_column or ""
+    prompt = read_prompt(_column(record, column), column)
+    system = () if shape.system is None else ({"role": "system", "content": shape.system},)
+    if isinstance(prompt, str):
+        return Request("chat", (*system, {"role": "user", "content": prompt}), sampling)
+    if system:
+        raise RowRefused("invalid_value", "A prompt of token ids does not go with the job's system message.", column)
+    return Request("completion", prompt, sampling)
+
+
+def _column(record: dict[str, Any], name: str) -> Any:
+    if record.get(name) is None:
+        raise RowRefused("missing_required_parameter", f"Missing required column: '{name}'.", name)
+    return record[name]
+
+
+def _custom_id(record: dict[str, Any]) -> str | None:
+    value = record.get("custom_id")
+    return value if type(value) is str and len(value) <= MAX_CUSTOM_ID else None
+
+
+def _parse_object(data: bytes) -> tuple[dict[str, Any], bool]:
+    """The JSON object in `data`, and whether its strings may hold lone surrogates. Raises RowRefused."""
+    has_surrogates = False
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError:
+        # The fast parser also refuses lone surrogates, which are JSON and may stand in columns that pass through.
+        value = _parse_slowly(data)
+        has_surrogates = True
+    # Brackets inside strings count too: a cheap bound first, the exact depth only where that is not enough.
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise _not_json(f"It nests more than {MAX_DEPTH} levels deep.")
+    if type(value) is not dict:
+        raise RowRefused("not_an_object", "This line is JSON, but not an object.")
+    return value, has_surrogates
+
+
+def _parse_slowly(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _not_json(f"Byte {error.start} is not UTF-8.") from None
+    except json.JSONDecodeError as error:
+        raise _not_json(f"{error.msg} at character {error.pos}.") from None
+    except RecursionError:
+        raise _not_json(f"It nests more than {MAX_DEPTH} levels deep.") from None
+    except ValueError:
+        raise _not_json("It holds a number that is too long, or is not one in JSON.") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _not_json(why: str) -> RowRefused:
+    return RowRefused("invalid_json_line", f"This line is not parseable as valid JSON. {why}")
+
+
+def _depth(value: Any) -> int:
+    """How many arrays and objects stand inside each other."""
+    depth = 0
+    level = [value]
+    while level := [item for item in level if type(item) is dict or type(item) is list]:
+        depth += 1
+        level = [item for box in level for item in (box.values() if type(box) is dict else box)]
+    return depth
