@@ -1,0 +1,207 @@
+"""Planning: one pass over the input that cuts it into shards and finds every row that cannot run.
+
+    input   | row 0 ... row 99 | row 100 ... | ...     a shard ends where a row ends; together they are the whole file
+            start            end = start
+
+What is held does not grow with the file, but for 8 bytes a row that has a custom_id and one small value a shard.
+The errors beyond the first hundred are on disk. Only where ids may repeat is the input read a second time.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from jobs.duplicates import IdDigests, Repeats
+from jobs.errors import InputChanged, PagemillError, PreconditionFailed, RowError
+from jobs.formats.jsonl import Line, iter_lines
+from jobs.row_fields import shown
+from jobs.rows import Row, parse_row
+from jobs.settings import Settings
+from jobs.shards import Plan, RowErrors, Shard, dump_plan, dump_shard, load_plan, load_shard
+from jobs.spec import JobSpec
+from jobs.storage import Store
+
+__all__ = [
+    "Plan",
+    "Planned",
+    "PlannedRow",
+    "Shard",
+    "dump_plan",
+    "dump_shard",
+    "load_plan",
+    "load_shard",
+    "plan",
+    "shard_rows",
+]
+
+MAX_SHARDS = 10_000
+"""About how many shards the tokens of a large input are cut into: the ledger holds each one."""
+
+_BYTES_PER_TOKEN = 4
+_ANSWER_TOKENS = 256
+"""The guess for an answer without a limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """Row `index` of the job: the line it stands on, and the row or why it is none."""
+
+    index: int
+    line: Line
+    row: Row | RowError
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Plan):
+    """A plan fresh from the input, with all of its errors in line order."""
+
+    errors: RowErrors
+
+
+def plan(
+    spec: JobSpec, stores: Store, limits: Settings, on_progress: Callable[[int, int], None] = lambda rows, size: None
+) -> Planned:
+    """Cuts the job's input into shards and checks each of its rows. The same input and limits give the same plan.
+
+    `on_progress` hears the rows and bytes read so far, every few megabytes. Raises InputChanged where the input is
+    not the version that the job was submitted with, and PagemillError (`empty_file`) where it has no row.
+    """
+    cutter = _Cutter(spec, limits)
+    digests = IdDigests()
+    errors = RowErrors()
+    for planned in _read(spec, stores, _whole(spec), lambda size: on_progress(cutter.rows, size)):
+        match planned.row:
+            case RowError() as error:
+                errors.add(error)
+                cutter.add(planned.line, 0)
+            case row:
+                cutter.add(planned.line, _tokens(planned.line, row))
+                if row.custom_id is not None:
+                    digests.add(row.custom_id)
+    if cutter.rows == 0:
+        raise PagemillError("The input has no rows.", code="empty_file", hint="Each line is to be a JSON object.")
+    shards = cutter.finish()
+    if repeated := digests.repeated():
+        everything = _read(spec, stores, _whole(spec), lambda size: on_progress(cutter.rows, spec.input.size))
+        shards, errors = _with_duplicates(everything, shards, errors, Repeats(repeated))
+    return Planned(cutter.rows, errors.count, tuple(shards), tuple(errors.first), errors)
+
+
+def shard_rows(spec: JobSpec, stores: Store, shard: Shard) -> Iterator[PlannedRow]:
+    """The rows of a shard as the planner saw them, repeats of a custom_id refused.
+
+    Raises InputChanged where the input is no longer the version that was planned.
+    """
+    duplicates = frozenset(shard.duplicates)
+    count = 0
+    for planned in _read(spec, stores, shard, lambda size: None):
+        count += 1
+        if planned.index in duplicates and isinstance(planned.row, Row):
+            planned = replace(planned, row=_duplicate(planned.row))
+        yield planned
+    if count != shard.rows:
+        raise InputChanged(f"Shard {shard.index} has {count} rows, and {shard.rows} were planned.")
+
+
+def _whole(spec: JobSpec) -> Shard:
+    return Shard(index=0, first_row=0, rows=0, start=0, end=spec.input.size, first_line=1)
+
+
+def _read(spec: JobSpec, stores: Store, part: Shard, on_bytes: Callable[[int], None]) -> Iterator[PlannedRow]:
+    chunks = _pinned_chunks(spec, stores, part, on_bytes)
+    lines = iter_lines(chunks, spec.max_line_bytes, first_number=part.first_line, offset=part.start)
+    for index, line in enumerate(lines, part.first_row):
+        yield PlannedRow(index, line, parse_row(line, spec))
+
+
+def _pinned_chunks(spec: JobSpec, stores: Store, part: Shard, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+    size = 0
+    try:
+        for chunk in stores.stream(spec.input.url, part.start, part.end, spec.input.etag):
+            yield chunk
+            size += len(chunk)
+            on_bytes(size)
+    except PreconditionFailed as error:
+        raise InputChanged(
+            f"{spec.input.url} has changed since the job was submitted.",
+            hint="Submit the job again, and leave its input alone while it runs.",
+        ) from error
+
+
+def _tokens(line: Line, row: Row) -> int:
+    """A guess at the tokens that a row costs, prompt and answer."""
+    return (line.end - line.offset) // _BYTES_PER_TOKEN + (row.sampling.max_tokens or _ANSWER_TOKENS)
+
+
+class _Cutter:
+    """Cuts after the row with which a shard has enough tokens or rows; never makes an empty shard."""
+
+    def __init__(self, spec: JobSpec, limits: Settings) -> None:
+        self._size = spec.input.size
+        self._max_tokens = max(limits.min_shard_tokens, spec.input.size // _BYTES_PER_TOKEN // MAX_SHARDS)
+        self._max_rows = limits.max_shard_rows
+        self._shards: list[Shard] = []
+        self._start, self._end = 0, 0
+        self._first_row, self.rows = 0, 0
+        self._first_line, self._next_line = 1, 1
+        self._tokens = 0
+
+    def add(self, line: Line, tokens: int) -> None:
+        self.rows += 1
+        self._end = line.end
+        self._next_line = line.number + 1
+        self._tokens += tokens
+        if self._tokens >= self._max_tokens or self.rows - self._first_row >= self._max_rows:
+            self._cut()
+
+    def finish(self) -> list[Shard]:
+        """The shards; the last one has the blank lines at the end of the file too."""
+        if self.rows > self._first_row:
+            self._cut()
+        self._shards[-1] = replace(self._shards[-1], end=self._size)
+        return self._shards
+
+    def _cut(self) -> None:
+        self._shards.append(
+            Shard(
+                index=len(self._shards),
+                first_row=self._first_row,
+                rows=self.rows - self._first_row,
+                start=self._start,
+                end=self._end,
+                first_line=self._first_line,
+            )
+        )
+        self._start, self._first_row, self._first_line = self._end, self.rows, self._next_line
+        self._tokens = 0
+
+
+def _with_duplicates(
+    everything: Iterable[PlannedRow], shards: list[Shard], errors: RowErrors, repeats: Repeats
+) -> tuple[list[Shard], RowErrors]:
+    """The shards with their duplicates, and the errors with one for each of them, in line order."""
+    found = RowErrors()
+    first_rows = [shard.first_row for shard in shards]
+    in_shard: defaultdict[int, list[int]] = defaultdict(list)
+    for planned in everything:
+        row = planned.row
+        if isinstance(row, Row) and row.custom_id is not None and repeats.is_repeat(row.custom_id):
+            found.add(_duplicate(row))
+            in_shard[bisect_right(first_rows, planned.index) - 1].append(planned.index)
+    merged = RowErrors()
+    for error in heapq.merge(errors, found, key=lambda error: error.line or 0):
+        merged.add(error)
+    return [replace(shard, duplicates=tuple(in_shard[shard.index])) for shard in shards], merged
+
+
+def _duplicate(row: Row) -> RowError:
+    return RowError(
+        code="duplicate_custom_id",
+        message=f"The custom_id {shown(row.custom_id)} is that of an earlier row too: it must be unique in the file.",
+        param="custom_id",
+        line=row.line,
+        byte=row.offset,
+        custom_id=row.custom_id,
+    )

@@ -1,0 +1,151 @@
+"""What stands in the output and error files for a row: OpenAI batch lines, or the record with four columns more.
+
+OpenAI rows: answers go to the output file and refusals to the error file, each row in one of them. Records: the output
+file has a line for every row, in place, and the error file lists the failed ones with their place in the input.
+
+A line is a function of the job, the row and the answer: a shard that is run again gives the same bytes for the same
+answers.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from jobs.errors import RowError
+from jobs.formats.jsonl import Line, dumps
+from jobs.rows import Row, is_object
+from jobs.spec import JobSpec, RecordRows
+
+NEVER_RUN = frozenset({"batch_expired", "batch_cancelled"})
+"""Codes of rows whose request was never made: the job ended before."""
+SERVER_ERRORS = frozenset({"engine_error", "poison_row"})
+"""Codes of rows that failed through no fault of their request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer. `cached_tokens` of the `prompt_tokens` were found in the prefix cache."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class ResultLines(NamedTuple):
+    """What one row adds to the output file and to the error file: a line with its newline, or nothing."""
+
+    output: bytes | None
+    error: bytes | None
+
+
+def lines_for(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Completion | RowError) -> ResultLines:
+    """The lines of row `index`, which is `line` of the input and `row` where it could be read as one."""
+    if isinstance(outcome, RowError):
+        in_place = _failed_record(line, outcome) if isinstance(spec.rows, RecordRows) else None
+        return ResultLines(in_place, error_line(spec, index, line, row, outcome))
+    if row is None:
+        raise ValueError("a completion of a line that is no row")
+    return ResultLines(success_line(spec, row, index, outcome), None)
+
+
+def success_line(spec: JobSpec, row: Row, index: int, completion: Completion) -> bytes:
+    """The answer's line in the output file."""
+    if isinstance(spec.rows, RecordRows):
+        return _extended(
+            row.source,
+            {
+                "response": completion.text,
+                "finish_reason": completion.finish_reason,
+                "usage": _usage(completion) | {"cached_tokens": completion.cached_tokens},
+                "error": None,
+            },
+        )
+    return _answered(spec, index, row.custom_id, 200, _completion_body(spec, row, index, completion))
+
+
+def error_line(spec: JobSpec, index: int, line: Line, row: Row | None, error: RowError) -> bytes:
+    """The failed row's line in the error file. For a record it holds the record, where the line is one."""
+    custom_id = row.custom_id if row else error.custom_id
+    if not isinstance(spec.rows, RecordRows):
+        return _openai_error(spec, index, custom_id, line, error)
+    head = dumps(
+        {"custom_id": custom_id, "line": line.number, "byte": line.offset, "error": _error(error), "record": None}
+    )
+    if line.data is None or not is_object(line.data):
+        return head + b"\n"
+    return b"".join((head.removesuffix(b"null}"), line.data, b"}\n"))
+
+
+def _openai_error(spec: JobSpec, index: int, custom_id: str | None, line: Line, error: RowError) -> bytes:
+    if error.code in NEVER_RUN:
+        reason = {"code": error.code, "message": error.message}
+        return dumps({**_head(spec, index, custom_id), "response": None, "error": reason}) + b"\n"
+    status, kind = (500, "server_error") if error.code in SERVER_ERRORS else (400, "invalid_request_error")
+    detail = {
+        "message": error.message,
+        "type": kind,
+        "param": error.param,
+        "code": error.code,
+        "line": line.number,
+    }
+    return _answered(spec, index, custom_id, status, {"error": detail})
+
+
+def _answered(spec: JobSpec, index: int, custom_id: str | None, status: int, body: dict[str, Any]) -> bytes:
+    """A line for a request that was made. `error` is null even where it was refused: OpenAI says so in the response."""
+    response = {"status_code": status, "request_id": f"req_{_digest(spec, index)}", "body": body}
+    return dumps({**_head(spec, index, custom_id), "response": response, "error": None}) + b"\n"
+
+
+def _head(spec: JobSpec, index: int, custom_id: str | None) -> dict[str, str | None]:
+    return {"id": f"batch_req_{_digest(spec, index)}", "custom_id": custom_id}
+
+
+def _completion_body(spec: JobSpec, row: Row, index: int, completion: Completion) -> dict[str, Any]:
+    if row.kind == "chat":
+        prefix, kind = "chatcmpl", "chat.completion"
+        answer: dict[str, Any] = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+    else:
+        prefix, kind = "cmpl", "text_completion"
+        answer = {"text": completion.text}
+    return {
+        "id": f"{prefix}-{_digest(spec, index)}",
+        "object": kind,
+        "created": spec.created_at,
+        "model": spec.model,
+        "choices": [{"index": 0, **answer, "logprobs": None, "finish_reason": completion.finish_reason}],
+        "usage": _usage(completion) | {"prompt_tokens_details": {"cached_tokens": completion.cached_tokens}},
+    }
+
+
+def _usage(completion: Completion) -> dict[str, Any]:
+    return {
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": completion.completion_tokens,
+        "total_tokens": completion.prompt_tokens + completion.completion_tokens,
+    }
+
+
+def _failed_record(line: Line, error: RowError) -> bytes:
+    columns = {"response": None, "finish_reason": None, "usage": None, "error": _error(error)}
+    # A line that is no record has nothing to pass on, and one that has a column of these names already cannot.
+    if line.data is None or error.code == "column_collision" or not is_object(line.data):
+        return dumps(columns) + b"\n"
+    return _extended(line.data, columns)
+
+
+def _error(error: RowError) -> dict[str, str | None]:
+    return {"code": error.code, "message": error.message, "param": error.param}
+
+
+def _extended(record: bytes, columns: dict[str, Any]) -> bytes:
+    """The JSON object `record` with more columns: its own keep their exact bytes, digits and order."""
+    head = record.rstrip()[:-1].rstrip()
+    separator = b"" if head.strip() == b"{" else b","
+    return b"".join((head, separator, dumps(columns)[1:], b"\n"))
+
+
+def _digest(spec: JobSpec, index: int) -> str:
+    return hashlib.sha256(f"{spec.id}:{index}".encode()).hexdigest()[:32]

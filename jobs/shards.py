@@ -1,0 +1,120 @@
+"""A job's plan as values: its shards, and the rows that cannot run. `plan.jsonl` is a header and one line a shard."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from jobs.errors import PagemillError, RowError
+from jobs.formats.jsonl import dumps, iter_lines
+
+FIRST_ERRORS = 100
+_FORMAT = 1
+_READ_SIZE = 1024 * 1024
+_MAX_SPOOLED_LINE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A contiguous range of rows: rows [first_row, first_row + rows) in the bytes [start, end) of the input.
+
+    `first_line` is the number of the line that begins at `start`. `duplicates` are the indexes of those rows whose
+    custom_id stands earlier in the file: they are refused, which the shard's own bytes do not tell.
+    """
+
+    index: int
+    first_row: int
+    rows: int
+    start: int
+    end: int
+    first_line: int
+    duplicates: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a job is cut: its rows, of which `bad` cannot run, and the first hundred errors in line order."""
+
+    rows: int
+    bad: int
+    shards: tuple[Shard, ...]
+    first_errors: tuple[RowError, ...]
+
+
+class RowErrors:
+    """Errors in the order they were added: the first hundred in memory, all of them in a temporary file.
+
+    Iterating reads them back; the file is gone with this object.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[RowError] = []
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
+
+    def add(self, error: RowError) -> None:
+        self.count += 1
+        if len(self.first) < FIRST_ERRORS:
+            self.first.append(error)
+        self._file.write(dumps(error.model_dump()) + b"\n")
+
+    def __iter__(self) -> Iterator[RowError]:
+        self._file.flush()
+        for line in iter_lines(self._pieces(), _MAX_SPOOLED_LINE):
+            yield RowError.model_validate_json(line.data or b"")
+
+    def _pieces(self) -> Iterator[bytes]:
+        # By position, so that iterations do not disturb each other.
+        position = 0
+        while piece := os.pread(self._file.fileno(), _READ_SIZE, position):
+            position += len(piece)
+            yield piece
+
+
+def dump_shard(shard: Shard) -> bytes:
+    """The shard as one line of compact JSON, without the newline."""
+    fields = asdict(shard)
+    if not shard.duplicates:
+        del fields["duplicates"]
+    return dumps(fields)
+
+
+def load_shard(data: bytes | str) -> Shard:
+    """The shard that `dump_shard` wrote."""
+    fields = json.loads(data)
+    return Shard(**{**fields, "duplicates": tuple(fields.get("duplicates", ()))})
+
+
+def dump_plan(plan: Plan) -> bytes:
+    """The body of `plan.jsonl`."""
+    header = {
+        "format": _FORMAT,
+        "rows": plan.rows,
+        "bad": plan.bad,
+        "shards": len(plan.shards),
+        "errors": [error.model_dump() for error in plan.first_errors],
+    }
+    return b"".join(line + b"\n" for line in [dumps(header), *map(dump_shard, plan.shards)])
+
+
+def load_plan(data: bytes) -> Plan:
+    """The plan that `dump_plan` wrote. Raises PagemillError for anything else."""
+    try:
+        head, *lines = data.splitlines()
+        header = json.loads(head)
+        plan = Plan(
+            header["rows"],
+            header["bad"],
+            tuple(load_shard(line) for line in lines),
+            tuple(RowError.model_validate(error) for error in header["errors"]),
+        )
+        complete = header["format"] == _FORMAT and header["shards"] == len(plan.shards)
+    except (ValueError, KeyError, TypeError) as error:
+        raise PagemillError(f"This is not a plan: {error}", code="bad_plan") from error
+    if not complete:
+        raise PagemillError(
+            f"The plan has {len(plan.shards)} of {header['shards']} shards, in format {header['format']}.",
+            code="bad_plan",
+        )
+    return plan
