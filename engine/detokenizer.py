@@ -21,7 +21,8 @@ class IncrementalDecoder:
     A token's text depends on its neighbours (a word's leading space, a character's other bytes), so each step decodes
     a window that begins some tokens back and returns what it has more than before. Bytes that do not complete a
     character are held back until they do. The pieces together are a prefix of what decoding all ids at once gives,
-    which lacks nothing but the held bytes.
+    which lacks nothing but the held bytes. (Where a model of the SentencePiece kind emits bytes that are no UTF-8, its
+    decoder takes back valid characters just before them; those were returned here.)
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:

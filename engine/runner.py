@@ -1,20 +1,30 @@
 """One step on the device: one forward pass, one sampling pass, no request touched."""
 
+from typing import Protocol
+
 import torch
+from torch import Tensor
 
 from engine.batch import build_batch
 from engine.errors import OutOfMemory
-from engine.models.decoder import Decoder
 from engine.sampler import sample
 from engine.scheduler import StepOutput, StepPlan
-from kernels.ops import KVCache
+from kernels.ops import AttentionBatch, KVCache
+
+
+class Model(Protocol):
+    """What a step needs of `engine.models.decoder.Decoder`."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Runner:
     """Runs plans of a scheduler whose blocks are those of `kv`."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, device: torch.device) -> None:
-        self._decoder = decoder
+    def __init__(self, model: Model, kv: KVCache, device: torch.device) -> None:
+        self._model = model
         self._kv = kv
         self._device = device
 
@@ -38,10 +48,10 @@ class Runner:
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepOutput:
         batch = build_batch(plan, self._kv.block_size, self._device)
-        hidden = self._decoder.forward(batch.token_ids, batch.positions, batch.attention, self._kv)
+        hidden = self._model.forward(batch.token_ids, batch.positions, batch.attention, self._kv)
         if batch.logits_rows.numel() == 0:
             return StepOutput(())
-        return StepOutput(sample(self._decoder.logits(hidden[batch.logits_rows]), batch.sampling))
+        return StepOutput(sample(self._model.logits(hidden[batch.logits_rows]), batch.sampling))
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

@@ -13,13 +13,11 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import OutOfMemory
 from engine.info import EngineInfo
-from engine.models.decoder import Decoder
 from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, StepOutput, StepPlan
 from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache
-from tests.engine.models_fixture import byte_tokenizer
 
 VOCAB_SIZE = 260
 EOS = 257
@@ -43,7 +41,7 @@ def answer(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) 
     return context[len(prompt) :]
 
 
-class ToyDecoder(Decoder):
+class ToyModel:
     """Writes `[token, position]` where a layer's key of two dimensions goes, and its hidden state is the next token."""
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
@@ -88,14 +86,14 @@ def toy_limits(**options) -> SchedulerConfig:
     )
 
 
-def toy_runner(limits: SchedulerConfig, decoder: Decoder | None = None) -> Runner:
+def toy_runner(limits: SchedulerConfig, model=None) -> Runner:
     cpu = torch.device("cpu")
     kv = allocate_kv_cache(1, limits.num_kv_blocks, limits.block_size, 1, 2, torch.float32, cpu)
-    return Runner(decoder or ToyDecoder(), kv, cpu)
+    return Runner(model or ToyModel(), kv, cpu)
 
 
 def toy_core(
-    limits: SchedulerConfig | None = None, *, runner=None, tokenizer: bool = True, seed: int = 0
+    limits: SchedulerConfig | None = None, *, runner=None, tokenizer=None, seed: int = 0
 ) -> EngineCore:
     limits = limits or toy_limits()
     info = EngineInfo(
@@ -113,7 +111,7 @@ def toy_core(
         Scheduler(limits),
         runner or toy_runner(limits),
         info,
-        tokenizer=byte_tokenizer() if tokenizer else None,
+        tokenizer=tokenizer,
         eos_token_ids=frozenset({EOS}),
         seed=seed,
     )

@@ -1,0 +1,174 @@
+"""The engine in a process of its own: what it answers, and what its owner learns when either of them dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from engine import EngineConfig, EngineDied, ModelNotFound, SamplingParams
+from tests.engine.toy import answer
+from tests.engine.toy_process import CRASH, HANG, ToyProcess
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+ENDLESS = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+WAIT_S = 60
+
+
+@pytest.fixture
+def engine():
+    process = ToyProcess(EngineConfig("toy"))
+    process.start()
+    yield process
+    process.stop()
+
+
+def test_requests_from_many_threads_are_answered_and_bad_ones_carry_their_error(capfd, engine):
+    assert engine.alive
+    answers = {}
+
+    def ask(thread):
+        futures = {n: engine.submit([thread, n], GREEDY) for n in range(20)}
+        answers[thread] = {n: future.result(WAIT_S) for n, future in futures.items()}
+
+    threads = [threading.Thread(target=ask, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    bad = engine.submit([9999], GREEDY)
+    long = engine.submit([1] * 4000, GREEDY)
+    for thread in threads:
+        thread.join()
+    for thread, outputs in answers.items():
+        for n, output in outputs.items():
+            assert list(output.outputs[0].token_ids) == answer([thread, n], 8)
+    assert bad.result(WAIT_S).error.field == "prompt"
+    assert long.result(WAIT_S).error.code == "context_length_exceeded"
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.running, stats.waiting) == (160, 0, 0)
+    assert stats.steps > 0
+    assert capfd.readouterr().out == "", "the child's stdout is not its owner's"
+
+
+def test_an_aborted_request_gives_what_it_has(engine):
+    future = engine.submit([1], ENDLESS)
+    assert engine.submit([2], GREEDY).result(WAIT_S).error is None
+    engine.abort(future)
+    output = future.result(WAIT_S)
+    assert output.outputs[0].finish_reason == "abort"
+    assert 0 < len(output.outputs[0].token_ids) < 3000
+    engine.abort(future)
+    assert engine.submit([2], GREEDY).result(WAIT_S).error is None
+
+
+def test_what_cannot_be_sent_raises_to_its_sender_and_harms_nobody(engine):
+    with pytest.raises(TypeError, match="pickle"):
+        engine.submit((n for n in range(3)), GREEDY)
+    assert engine.submit([2], GREEDY).result(WAIT_S).error is None
+
+
+def test_a_killed_engine_fails_its_futures_and_says_by_which_signal(engine):
+    futures = [engine.submit([n], ENDLESS) for n in range(10)]
+    os.kill(engine.pid, signal.SIGKILL)
+    for future in futures:
+        with pytest.raises(EngineDied, match="SIGKILL"):
+            future.result(WAIT_S)
+    assert engine.died.wait(WAIT_S)
+    assert not engine.alive
+    with pytest.raises(EngineDied, match="not running"):
+        engine.submit([1], GREEDY).result(0)
+
+
+def test_a_crash_in_a_step_leaves_a_traceback_and_an_exit_code(capfd, engine):
+    futures = [engine.submit([1], ENDLESS), engine.submit(CRASH, GREEDY)]
+    for future in futures:
+        with pytest.raises(EngineDied, match="exit code 1"):
+            future.result(WAIT_S)
+    error = capfd.readouterr().err
+    assert "Traceback" in error
+    assert "the toy was told to crash" in error
+
+
+def test_termination_signals_are_the_owners_business(engine):
+    os.kill(engine.pid, signal.SIGTERM)
+    os.kill(engine.pid, signal.SIGINT)
+    assert engine.submit([2], GREEDY).result(WAIT_S).error is None
+
+
+def test_termination_signals_during_the_start_do_not_kill_the_engine():
+    process = ToyProcess(EngineConfig("toy"))
+    starting = threading.Thread(target=process.start)
+    starting.start()
+    while process.pid is None:
+        pass
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGINT)
+    starting.join()
+    assert process.alive
+    process.stop()
+
+
+def test_stopping_fails_what_is_in_flight_and_may_be_done_twice(engine):
+    future = engine.submit([1], ENDLESS)
+    engine.stop()
+    with pytest.raises(EngineDied, match="exit code 0"):
+        future.result(0)
+    assert not psutil.pid_exists(engine.pid)
+    engine.stop()
+
+
+def test_an_engine_that_hangs_is_killed_when_it_is_stopped(engine):
+    future = engine.submit(HANG, GREEDY)
+    engine.stop(timeout_s=0.5)
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        future.result(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("missing", ModelNotFound, "There is no model 'missing'. Look again."),
+        ("broken", EngineDied, "exit code 1 while it loaded"),
+    ],
+)
+def test_a_failed_start_raises_why(model, error, message):
+    process = ToyProcess(EngineConfig(model))
+    with pytest.raises(error, match=message):
+        process.start()
+    assert process.died.wait(WAIT_S)
+    with pytest.raises(EngineDied):
+        process.submit([1], GREEDY).result(0)
+
+
+def test_a_start_that_takes_too_long_is_given_up():
+    process = ToyProcess(EngineConfig("slow"))
+    with pytest.raises(EngineDied, match=r"within 0\.2 s"):
+        process.start(timeout_s=0.2)
+    assert not process.alive
+
+
+def test_the_engine_ends_when_its_owner_is_killed():
+    script = (
+        "import sys, threading\n"
+        "from engine import EngineConfig, SamplingParams\n"
+        "from tests.engine.toy_process import HANG, ToyProcess\n"
+        "process = ToyProcess(EngineConfig('toy'))\n"
+        "process.start()\n"
+        "process.submit(HANG, SamplingParams())\n"
+        "print(process.pid, flush=True)\n"
+        "threading.Event().wait()\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(owner.stdout.readline()))
+    assert child.is_running()
+    owner.kill()
+    owner.wait()
+    child.wait(WAIT_S)
+    owner.stdout.close()
+
+
+def test_the_owner_needs_no_torch():
+    script = "import sys, engine; assert engine.EngineProcess; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
