@@ -2,10 +2,10 @@
 
 Map of the cache, for one layer (`L`) of a model with `H` KV heads:
 
-    data[L, 0]  keys     block 0 | block 1 | block 2 | ...       block 0 is the null block: never handed out, never written,
+    data[L, 0]  keys     block 0 | block 1 | block 2 | ...       block 0 is the null block: never handed out or written,
     data[L, 1]  values   block 0 | block 1 | block 2 | ...       and what padded block-table entries point at
 
-    one block:  head 0: [block_size, head_dim]  head 1: [...]  ...  head H-1     contiguous, so that gathering is a memcpy
+    one block:  head 0: [block_size, head_dim]  head 1: [...]  ...  head H-1     contiguous: gathering is a memcpy
 
     slot = block * block_size + offset           names one token's place in every layer at once
 """

@@ -3,39 +3,93 @@
 `kernels.reference` defines what each operation means; an entry here may be faster, never different beyond rounding.
 """
 
+from typing import NamedTuple, Protocol
+
+import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import linear, reference, torch_attention
 from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, kv_bytes_per_token
-from kernels.linear import Linear, plain_linear
+from kernels.linear import Linear
+from kernels.torch_attention import AttentionPlan
 
 __all__ = [
     "AttentionBatch",
+    "AttentionPlan",
     "KVCache",
+    "Kernels",
     "LayerKV",
     "Linear",
-    "add_rms_norm",
     "allocate_kv_cache",
     "copy_blocks",
     "gumbel_noise",
+    "kernels_for",
     "kv_bytes_per_token",
-    "pack_linear",
-    "paged_attention",
-    "rms_norm",
-    "rotary_embedding",
-    "silu_and_mul",
-    "write_kv",
 ]
 
-rms_norm = reference.rms_norm
-add_rms_norm = reference.add_rms_norm
-rotary_embedding = reference.rotary_embedding
-silu_and_mul = reference.silu_and_mul
-write_kv = reference.write_kv
-paged_attention = reference.paged_attention
+
+class _RmsNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
+class _AddRmsNorm(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+
+class _RotaryEmbedding(Protocol):
+    def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class _SiluAndMul(Protocol):
+    def __call__(self, gate_up: Tensor) -> Tensor: ...
+
+
+class _WriteKV(Protocol):
+    def __call__(self, key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None: ...
+
+
+class _PlanAttention(Protocol):
+    def __call__(self, batch: AttentionBatch, kv: KVCache, num_heads: int) -> AttentionPlan: ...
+
+
+class _PagedAttention(Protocol):
+    def __call__(self, query: Tensor, layer: LayerKV, plan: AttentionPlan, scale: float) -> Tensor: ...
+
+
+class _PackLinear(Protocol):
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+
+
+class Kernels(NamedTuple):
+    """One implementation of each operation; `plan_attention` prepares, once a step, what its layers share."""
+
+    rms_norm: _RmsNorm
+    add_rms_norm: _AddRmsNorm
+    rotary_embedding: _RotaryEmbedding
+    silu_and_mul: _SiluAndMul
+    write_kv: _WriteKV
+    plan_attention: _PlanAttention
+    paged_attention: _PagedAttention
+    pack_linear: _PackLinear
+
+
+_TORCH = Kernels(
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    rotary_embedding=reference.rotary_embedding,
+    silu_and_mul=reference.silu_and_mul,
+    write_kv=reference.write_kv,
+    plan_attention=torch_attention.plan_attention,
+    paged_attention=torch_attention.paged_attention,
+    pack_linear=linear.plain_linear,
+)
+
+_BY_DEVICE_TYPE = {"cpu": _TORCH._replace(pack_linear=linear.onednn_linear)}
+
 copy_blocks = reference.copy_blocks
 gumbel_noise = reference.gumbel_noise
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    return plain_linear(weight, bias)
+def kernels_for(device: torch.device) -> Kernels:
+    """Return the implementations that serve `device`."""
+    return _BY_DEVICE_TYPE.get(device.type, _TORCH)

@@ -58,8 +58,8 @@ def paged_attention(query: Tensor, layer: LayerKV, batch: AttentionBatch, scale:
     """Causal attention of a flat mixed batch over its blocks: `[num_tokens, num_heads, head_dim]`, as the query.
 
     A sequence's query rows are the last `query_len` positions of its `context_len`; keys and values of this step must
-    be in the cache already. Query head `h` reads KV head `h // (num_heads / num_kv_heads)`. Scores, softmax and sums are
-    float32.
+    be in the cache already. Query head `h` reads KV head `h // (num_heads / num_kv_heads)`. Scores, softmax and sums
+    are float32.
     """
     num_kv_heads, block_size, head_dim = layer.key.shape[1:]
     outputs = []
@@ -106,7 +106,7 @@ def philox_4x32_10(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Te
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise `[num_rows, vocab_size]` float32, a function of (seed, position, vocabulary id) alone.
+    """Return standard Gumbel noise `[num_rows, vocab_size]` float32, a function of seed, position and id alone.
 
     seeds and positions are `[num_rows]` int64. Word `id % 4` of Philox with the seed as key and the counter
     `(id // 4, position low, position high, 0)` gives `u` in (0, 1), and the noise is `-log(-log(1 - u))`.

@@ -7,19 +7,25 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is `default`, `linear` or `llama3`."""
+    """Rotary position embedding: how fast each pair of dimensions turns.
 
-    kind: str
-    theta: float
+    `kind` is `default`; `linear` (positions divided by `factor`); `llama3` (low frequencies divided by `factor`, with a
+    ramp between the two frequency factors); or `factors` (each frequency divided by its own of `frequency_factors`, as
+    GGUF files carry them, head_dim / 2 of them).
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    frequency_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder-only model and the switches that its family sets."""
+    """The shape of a decoder-only model and the switches that its family and its checkpoint set."""
 
     architecture: str
     vocab_size: int
@@ -33,6 +39,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    attention_out_bias: bool
     mlp_bias: bool
     dtype: torch.dtype

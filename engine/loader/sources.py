@@ -1,0 +1,73 @@
+"""Where tensors come from: files that are mapped into memory and give one tensor at a time."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelNotSupported
+from engine.loader.errors import ModelFileInvalid
+from engine.loader.json_file import read_json
+
+
+class TensorSource(Protocol):
+    """A checkpoint's tensors by name."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors, known without reading them."""
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor on the CPU, in the file's own dtype. It may be a view of the mapped file."""
+
+
+class SafetensorsSource:
+    """A folder of safetensors files. Raises `ModelFileInvalid` if one is corrupt or missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, tuple[Any, Path]] = {}
+        for path in _files(folder):
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise _unreadable(path, error) from error
+            self.shapes |= shapes
+            self._files |= dict.fromkeys(shapes, (file, path))
+
+    def read(self, name: str) -> Tensor:
+        file, path = self._files[name]
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+        if not tensor.is_floating_point():
+            raise ModelNotSupported(f"Tensor {name} of {path} is {tensor.dtype}: quantised weights do not run yet.")
+        return tensor
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelFileInvalid(f"{index} has no weight_map.")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+        if missing := [path.name for path in files if not path.exists()]:
+            raise ModelFileInvalid(f"{index} names files that are not there: {', '.join(missing)}.")
+        return files
+    # Mistral's repositories hold the same weights a second time, in a layout of their own.
+    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if not files:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+        raise ModelFileInvalid(
+            f"{folder} holds no .safetensors file.",
+            hint="Pickled weights can run code and are never loaded: convert them to safetensors." if pickled else "",
+        )
+    return files
+
+
+def _unreadable(path: Path, error: Exception) -> ModelFileInvalid:
+    return ModelFileInvalid(f"{path} is corrupt or truncated ({error}).", hint="Fetch it again.")

@@ -1,0 +1,145 @@
+"""Paged attention from torch's own operations, for any device.
+
+The step is cut into tiles of up to 64 query tokens of one sequence; a decode row is a tile of one. Tiles with the same
+number of queries and the same padded context are worked on together: one gather of their blocks, one batched product
+for the scores, one softmax, one batched product with the values.
+
+A tile's shape depends on its own sequence alone, masked keys add exact zeros, and oneDNN's bfloat16 products give a row
+the same bits however many rows, keys or neighbours they are asked for. So in bfloat16 on CPUs a token's result depends
+neither on what shares its batch nor on how its prompt was cut into chunks. The price is that scores are rounded to
+bfloat16 before the float32 softmax, as in Transformers' eager attention, and a quarter of the speed of the fused call
+on prompts of thousands of tokens.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.cache import NULL_BLOCK, AttentionBatch, KVCache, LayerKV
+
+_TILE = 64
+# oneDNN changes kernels, and with them the order of sums, on key counts that are no multiple of its own tiles.
+_KEY_ALIGNMENT = 32
+# What a group's temporaries may take: more falls out of cache, and back to the system's allocator and fresh pages.
+_GROUP_BYTES = 2 << 20
+
+
+class _Tile(NamedTuple):
+    sequence: int
+    first_row: int  # in the flat batch
+    num_queries: int
+    context_len: int  # up to and with the tile's last query
+
+
+class TileGroup(NamedTuple):
+    """Tiles of equal shape, with the indices and masks that all layers share."""
+
+    rows: Tensor  # [num_tiles * num_queries] int64, their places in the flat batch
+    head_blocks: Tensor  # [num_tiles * num_kv_heads * padded_blocks] int64, block * num_kv_heads + head
+    hidden: Tensor  # [num_tiles, 1, num_queries, 1, padded_len] bool, true where a query may not look
+    stale: Tensor  # [num_stale] int64, gathered rows past the context's end, in blocks that are in use
+    num_tiles: int
+
+
+AttentionPlan = tuple[TileGroup, ...]
+
+
+def plan_attention(batch: AttentionBatch, kv: KVCache, num_heads: int) -> AttentionPlan:
+    """Cut a step into groups of tiles, from host integers alone, once for all layers."""
+    groups: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
+    for tile in _tiles(batch):
+        groups[tile.num_queries, _padded_blocks(tile.context_len, kv.block_size)].append(tile)
+    plan = []
+    for (num_queries, padded_blocks), tiles in sorted(groups.items()):
+        score_bytes = num_queries * num_heads * padded_blocks * kv.block_size * torch.float32.itemsize
+        for part in _cut(tiles, padded_blocks * kv.data[0, 0, 0].nbytes + score_bytes):
+            plan.append(_lay_out(part, num_queries, padded_blocks, batch, kv))
+    return tuple(plan)
+
+
+def paged_attention(query: Tensor, layer: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
+    """Causal attention of the planned batch, as `kernels.reference.paged_attention` defines it."""
+    out = torch.empty_like(query)
+    for group in plan:
+        out.index_copy_(0, group.rows, _attend(query.index_select(0, group.rows), layer, group, scale))
+    return out
+
+
+def _attend(query: Tensor, layer: LayerKV, group: TileGroup, scale: float) -> Tensor:
+    num_kv_heads, _, head_dim = layer.key.shape[1:]
+    # The query heads of a KV head are rows of one product, so that keys are read once and never expanded.
+    folded = query.view(group.num_tiles, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim).transpose(1, 2)
+    rows = folded.reshape(group.num_tiles * num_kv_heads, -1, head_dim)
+    key = _gather(layer.key, group.head_blocks, len(rows))
+    scores = torch.bmm(rows, key.transpose(1, 2)).float().mul_(scale)
+    scores.view(*folded.shape[:-1], -1).masked_fill_(group.hidden, float("-inf"))
+    weights = scores.softmax(-1).to(query.dtype)
+    value = _gather(layer.value, group.head_blocks, len(rows))
+    # A zero weight does not silence a NaN or infinity that a block's former owner left.
+    value.view(-1, head_dim).index_fill_(0, group.stale, 0)
+    return torch.bmm(weights, value).view(folded.shape).transpose(1, 2).reshape(query.shape)
+
+
+def _gather(cache: Tensor, head_blocks: Tensor, num_heads: int) -> Tensor:
+    """Copy blocks side by side: `[num_heads, padded_len, head_dim]`, the KV heads of all tiles."""
+    block_size, head_dim = cache.shape[2:]
+    blocks = cache.view(-1, block_size * head_dim).index_select(0, head_blocks)
+    return blocks.view(num_heads, -1, head_dim)
+
+
+def _tiles(batch: AttentionBatch) -> Iterator[_Tile]:
+    row = 0
+    for sequence, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        for start in range(0, query_len, _TILE):
+            end = min(start + _TILE, query_len)
+            yield _Tile(sequence, row + start, end - start, context_len - query_len + end)
+        row += query_len
+
+
+def _padded_blocks(context_len: int, block_size: int) -> int:
+    """Return the blocks of a context rounded up to a quarter of its power of two: few groups, few wasted keys."""
+    step = max(_KEY_ALIGNMENT, 1 << (context_len.bit_length() - 1) >> 2)
+    padded_len = -(-context_len // step) * step
+    return -(-padded_len // block_size)
+
+
+def _cut(tiles: list[_Tile], bytes_each: int) -> list[list[_Tile]]:
+    most = max(1, _GROUP_BYTES // bytes_each)
+    parts = -(-len(tiles) // most)
+    size = -(-len(tiles) // parts)
+    return [tiles[start : start + size] for start in range(0, len(tiles), size)]
+
+
+def _lay_out(tiles: list[_Tile], num_queries: int, padded_blocks: int, batch: AttentionBatch, kv: KVCache) -> TileGroup:
+    device = kv.data.device
+    sequences, first_rows, _, context_lens = (
+        torch.tensor(column, device=device) for column in zip(*tiles, strict=True)
+    )
+    within = torch.arange(num_queries, device=device)
+    positions = context_lens.unsqueeze(1) - num_queries + within
+    keys = torch.arange(padded_blocks * kv.block_size, device=device)
+    tables = batch.block_tables.index_select(0, sequences)[:, :padded_blocks].long()
+    tables = F.pad(tables, (0, padded_blocks - tables.shape[1]), value=NULL_BLOCK)
+    heads = torch.arange(kv.data.shape[3], device=device).view(1, -1, 1)
+    return TileGroup(
+        rows=(first_rows.unsqueeze(1) + within).flatten(),
+        head_blocks=(tables.unsqueeze(1) * len(heads[0]) + heads).flatten(),
+        hidden=(keys > positions.unsqueeze(-1))[:, None, :, None, :],
+        stale=_stale_rows(tiles, len(keys), kv).to(device),
+        num_tiles=len(tiles),
+    )
+
+
+def _stale_rows(tiles: list[_Tile], padded_len: int, kv: KVCache) -> Tensor:
+    """Return which gathered rows follow a context in its last block: past that block all is the null block's zeros."""
+    rows: list[int] = []
+    num_kv_heads = kv.data.shape[3]
+    for index, tile in enumerate(tiles):
+        end = min(-(-tile.context_len // kv.block_size) * kv.block_size, padded_len)
+        for head in range(index * num_kv_heads, (index + 1) * num_kv_heads):
+            rows.extend(range(head * padded_len + tile.context_len, head * padded_len + end))
+    return torch.tensor(rows, dtype=torch.int64)
