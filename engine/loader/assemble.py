@@ -92,4 +92,5 @@ class _Builder:
 
 def _halves(tensor: Tensor, num_heads: int) -> Tensor:
     """Undo llama.cpp's order of query and key rows, which sets the two dimensions of a rotary pair side by side."""
-    return tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    pairs: Tensor = tensor.unflatten(0, (num_heads, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)

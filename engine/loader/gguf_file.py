@@ -50,6 +50,8 @@ class GgufFile:
             raise ModelNotSupported(
                 f"{self.path}: tensor {name} is of type {tensor.tensor_type.name}, which cannot be dequantised."
             ) from error
+        # Unquantised tensors come as a read-only view of the file, which torch has no type for.
+        values = values if values.flags.writeable else values.copy()
         return torch.from_numpy(values).reshape(self.shapes[name])
 
     def config(self) -> tuple[ModelConfig, Family]:

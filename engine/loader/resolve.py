@@ -3,9 +3,10 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+# HTTPError is the base of the errors of the client's HTTP library, which is another one in each of its major versions.
+from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
 from engine.errors import ModelNotFound
 
@@ -58,7 +59,7 @@ def _in_folder(path: Path) -> str:
 def _from_hub(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+    except (HFValidationError, HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFound(
             f"{model!r} is no folder or .gguf file here, and could not be fetched as a hub id ({reason}).",
