@@ -1,11 +1,16 @@
 """Tiny random-weight models in a folder, as Transformers saves them: for parity tests and for driving the engine."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+
+from engine.models.decoder import Decoder
+from kernels.ops import AttentionBatch, allocate_kv_cache
 
 TINY = {
     "vocab_size": 320,
@@ -25,6 +30,14 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+class Chunk(NamedTuple):
+    """What one sequence contributes to a step: tokens `start` to `start + num_tokens`, in its blocks."""
+
+    blocks: tuple[int, ...]
+    start: int
+    num_tokens: int
 
 
 def tiny_llama(path: Path, *, seed: int = 0, tokenizer: bool = False, **config: Any) -> Path:
@@ -68,3 +81,61 @@ def _save(model: LlamaForCausalLM | MistralForCausalLM, path: Path, tokenizer: b
     if tokenizer:
         byte_tokenizer().save_pretrained(path)
     return path
+
+
+def flat_batch(chunks: Sequence[Chunk], block_size: int) -> AttentionBatch:
+    """Lay out one step in which each chunk computes `num_tokens` positions of its sequence, from `start` on."""
+    longest = max(len(chunk.blocks) for chunk in chunks)
+    slots = [
+        chunk.blocks[position // block_size] * block_size + position % block_size
+        for chunk in chunks
+        for position in range(chunk.start, chunk.start + chunk.num_tokens)
+    ]
+    lengths = [chunk.num_tokens for chunk in chunks]
+    contexts = [chunk.start + chunk.num_tokens for chunk in chunks]
+    return AttentionBatch(
+        query_start=torch.tensor([0, *lengths]).cumsum(0).int(),
+        seq_lens=torch.tensor(contexts).int(),
+        block_tables=torch.tensor([[*chunk.blocks, *[0] * (longest - len(chunk.blocks))] for chunk in chunks]).int(),
+        slot_mapping=torch.tensor(slots),
+        query_lens=tuple(lengths),
+        context_lens=tuple(contexts),
+    )
+
+
+class PagedRun:
+    """A decoder with a KV cache of its own, fed chunk by chunk: what the engine's loop does, without the loop."""
+
+    def __init__(self, decoder: Decoder, *, num_blocks: int = 64, block_size: int = 16) -> None:
+        config = decoder.config
+        self.decoder = decoder
+        self.block_size = block_size
+        self.kv = allocate_kv_cache(
+            config.num_layers,
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            config.dtype,
+            torch.device("cpu"),
+        )
+        # Handed out from the end, so that no block table is in order.
+        self._free = list(range(1, num_blocks))
+        self._blocks: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """Compute the next tokens of the named sequences in one step; return their logits `[num_tokens, vocab_size]`."""
+        chunks = []
+        for name, ids in tokens.items():
+            start = self._lengths.get(name, 0)
+            blocks = self._blocks.setdefault(name, [])
+            while len(blocks) * self.block_size < start + len(ids):
+                blocks.append(self._free.pop())
+            chunks.append(Chunk(tuple(blocks), start, len(ids)))
+            self._lengths[name] = start + len(ids)
+        positions = torch.cat([torch.arange(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks])
+        flat = torch.tensor([token for ids in tokens.values() for token in ids])
+        hidden = self.decoder.forward(flat, positions, flat_batch(chunks, self.block_size), self.kv)
+        logits = self.decoder.logits(hidden)
+        return dict(zip(tokens, logits.split([chunk.num_tokens for chunk in chunks]), strict=True))

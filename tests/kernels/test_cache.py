@@ -1,0 +1,49 @@
+"""The paged KV cache: what is written where, and what copies move."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.cache import allocate_kv_cache, kv_bytes_per_token
+from kernels.ops import copy_blocks, kernels_for
+
+CPU = torch.device("cpu")
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from([1, 4, 16]), st.integers(1, 5))
+def test_each_token_is_stored_at_its_slot_and_nowhere_else(data, block_size, kv_heads):
+    kv = allocate_kv_cache(2, 6, block_size, kv_heads, 8, torch.float32, CPU)
+    slots = data.draw(st.lists(st.integers(block_size, 6 * block_size - 1), min_size=1, max_size=12, unique=True))
+    key, value = torch.randn(2, len(slots), kv_heads, 8)
+    kernels_for(CPU).write_kv(key, value, kv.layer(1), torch.tensor(slots))
+    expected = torch.zeros_like(kv.data)
+    for row, slot in enumerate(slots):
+        expected[1, 0, slot // block_size, :, slot % block_size] = key[row]
+        expected[1, 1, slot // block_size, :, slot % block_size] = value[row]
+    assert torch.equal(kv.data, expected)
+
+
+def test_slot_minus_one_stores_nothing():
+    kv = allocate_kv_cache(1, 4, 2, 1, 8, torch.float32, CPU)
+    key, value = torch.randn(2, 3, 1, 8)
+    key[0] = float("nan")
+    kernels_for(CPU).write_kv(key, value, kv.layer(0), torch.tensor([-1, 5, -1]))
+    stored = kv.layer(0).key[2, :, 1].clone()
+    kv.data[0, :, 2, :, 1] = 0
+    assert torch.equal(stored, key[1])
+    assert not kv.data.any()
+
+
+def test_copied_blocks_are_equal_in_all_layers_and_the_rest_is_untouched():
+    kv = allocate_kv_cache(3, 6, 4, 2, 8, torch.bfloat16, CPU)
+    kv.data.copy_(torch.randn(kv.data.shape))
+    before = kv.data.clone()
+    copy_blocks(kv, torch.tensor([1, 4]), torch.tensor([5, 2]))
+    assert torch.equal(kv.data[:, :, [5, 2]], before[:, :, [1, 4]])
+    assert torch.equal(kv.data[:, :, [0, 1, 3, 4]], before[:, :, [0, 1, 3, 4]])
+
+
+def test_bytes_per_token_are_those_of_the_allocation():
+    kv = allocate_kv_cache(3, 6, 4, 2, 8, torch.bfloat16, CPU)
+    assert kv.data.nbytes == 6 * 4 * kv_bytes_per_token(3, 2, 8, torch.bfloat16)

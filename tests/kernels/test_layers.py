@@ -1,0 +1,73 @@
+"""Norms, rotary embedding, activation and linears, against their formulas in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.ops import kernels_for
+
+KERNELS = kernels_for(torch.device("cpu"))
+ROWS = st.integers(1, 70)
+
+
+@settings(deadline=None, max_examples=30)
+@given(ROWS, st.sampled_from([8, 48, 576]))
+def test_rms_norm_is_its_formula(rows, size):
+    x, weight = torch.randn(rows, size), torch.randn(size)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(KERNELS.rms_norm(x, weight, 1e-5).double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def test_rms_norm_of_large_float16_values_does_not_overflow():
+    x = torch.full((2, 64), 3e4, dtype=torch.float16)
+    normed = KERNELS.rms_norm(x, torch.ones(64, dtype=torch.float16), 1e-5)
+    torch.testing.assert_close(normed, torch.ones_like(x))
+
+
+def test_add_rms_norm_returns_the_norm_of_the_sum_and_the_sum():
+    x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    normed, total = KERNELS.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, KERNELS.rms_norm(x + residual, weight, 1e-6))
+
+
+@settings(deadline=None, max_examples=30)
+@given(ROWS, st.sampled_from([(9, 3), (7, 1)]), st.sampled_from([16, 64, 80, 128]))
+def test_rotation_turns_each_pair_of_halves_by_its_angle(rows, heads, head_dim):
+    query, key = torch.randn(rows, heads[0], head_dim), torch.randn(rows, heads[1], head_dim)
+    angles = torch.rand(rows, head_dim // 2) * 100
+    turned = KERNELS.rotary_embedding(query, key, angles.cos(), angles.sin())
+    turn = torch.polar(torch.ones(rows, 1, head_dim // 2, dtype=torch.float64), angles.double().unsqueeze(1))
+    for x, got in zip((query, key), turned, strict=True):
+        exact = torch.complex(*x.double().chunk(2, dim=-1)) * turn
+        torch.testing.assert_close(got.double(), torch.cat((exact.real, exact.imag), -1), atol=1e-5, rtol=1e-5)
+
+
+def test_silu_and_mul_gates_the_second_half_by_the_first():
+    gate, up = torch.randn(2, 5, 48)
+    exact = gate.double() * torch.sigmoid(gate.double()) * up.double()
+    got = KERNELS.silu_and_mul(torch.cat((gate, up), dim=-1))
+    torch.testing.assert_close(got.double(), exact, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_linear_is_the_product(dtype, bias):
+    weight, offset = torch.randn(96, 80).to(dtype), torch.randn(96).to(dtype)
+    x = torch.randn(17, 80).to(dtype)
+    linear = KERNELS.pack_linear(weight, offset if bias else None)
+    exact = x.double() @ weight.double().T + (offset.double() if bias else 0)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.2
+    torch.testing.assert_close(linear(x).double(), exact, atol=tolerance, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(960, 576), (576, 576), (3072, 576), (576, 1536)])
+def test_a_row_of_a_packed_linear_has_the_same_bits_in_every_batch(dtype, shape):
+    weight = torch.randn(shape).to(dtype)
+    rows = torch.randn(512, shape[1]).to(dtype)
+    linear = KERNELS.pack_linear(weight, None)
+    together = linear(rows)
+    for size in (1, 2, 3, 5, 8, 17, 33, 64, 96, 200):
+        assert torch.equal(linear(rows[:size]), together[:size]), size
