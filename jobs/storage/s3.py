@@ -16,8 +16,8 @@ from pathlib import Path
 from jobs.errors import ObjectNotFound, PreconditionFailed, StorageError, UsageError
 from jobs.storage.base import CHUNK, MIB, ObjectInfo, ObjectWriter, stream_into
 from jobs.storage.file import explained as explained_file
-from jobs.storage.s3_errors import CONNECTION_ERRORS, WriteConflict, explained, unreachable
-from jobs.storage.s3_object import S3Config, S3Object, connect, split_url
+from jobs.storage.s3_errors import CONNECTION_ERRORS, BrokenAnswer, WriteConflict, explained, unreachable
+from jobs.storage.s3_object import S3Config, S3Object, connect, split_url, unquoted
 from jobs.storage.s3_probe import Probes
 from jobs.storage.s3_upload import MAX_PART, MAX_PARTS, MIN_PART, MultipartUpload, S3Writer, part_size
 
@@ -74,7 +74,7 @@ class S3Store:
                     position += len(piece)
                     attempt = 0
                     yield piece
-            except CONNECTION_ERRORS as error:
+            except (*CONNECTION_ERRORS, BrokenAnswer) as error:
                 attempt += 1
                 if attempt == _TRIES:
                     raise unreachable("GetObject", url, self._endpoint, error) from error
@@ -140,7 +140,7 @@ class S3Store:
     def _join_in_place(self, pieces: Sequence[ObjectInfo], target: S3Object) -> ObjectInfo:
         with MultipartUpload(target) as upload:
             for piece in pieces:
-                upload.copy(piece)
+                upload.copy(self._object(piece.url), piece.etag)
         return upload.info
 
     def list(self, prefix_url: str) -> Iterator[ObjectInfo]:
@@ -148,7 +148,7 @@ class S3Store:
         with explained("ListObjectsV2", prefix_url, self._endpoint):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
                 for entry in page.get("Contents", []):
-                    yield ObjectInfo(f"s3://{bucket}/{entry['Key']}", entry["Size"], entry["ETag"])
+                    yield ObjectInfo(f"s3://{bucket}/{entry['Key']}", entry["Size"], unquoted(entry["ETag"]))
 
     def delete(self, urls: Iterable[str]) -> None:
         left = iter(urls)

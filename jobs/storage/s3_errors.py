@@ -31,6 +31,10 @@ _BAD_CREDENTIALS = {
 _WRONG_REGION = {"301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 
 
+class BrokenAnswer(ServiceUnreachable):
+    """The connection was cut within the headers of an answer, which botocore takes for all there is of them."""
+
+
 class NoSuchUpload(StorageError):
     """The multipart upload was completed or aborted before."""
 
@@ -52,6 +56,13 @@ def explained(operation: str, url: str, endpoint: str) -> Iterator[None]:
         raise unreachable(operation, url, endpoint, error) from error
     except BotoCoreError as error:
         raise StorageError(f"{operation} of {url} failed: {error}") from error
+    except ValueError as error:
+        # botocore's parser on half a date or half a number.
+        raise broken_answer(operation, url, endpoint) from error
+
+
+def broken_answer(operation: str, url: str, endpoint: str) -> BrokenAnswer:
+    return BrokenAnswer(f"The answer of the object store at {endpoint} broke off ({operation} of {url}).")
 
 
 def unreachable(operation: str, url: str, endpoint: str, error: Exception) -> ServiceUnreachable:

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from jobs.errors import PreconditionFailed, StorageError, UsageError
 from jobs.settings import Settings, mask
 from jobs.storage.base import MIB, ObjectInfo, refuse_parent_segments
-from jobs.storage.s3_errors import explained
+from jobs.storage.s3_errors import broken_answer, explained
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -91,6 +91,16 @@ def _encoded(digest: "hashlib._Hash") -> str:
     return base64.b64encode(digest.digest()).decode()
 
 
+def unquoted(etag: str) -> str:
+    """An ETag as ObjectInfo has it: some stores quote it in one answer and not in the next."""
+    return etag.strip('"')
+
+
+def quoted(etag: str) -> str:
+    """An ETag as a condition has it."""
+    return f'"{etag}"'
+
+
 def split_url(url: str) -> tuple[str, str]:
     """Bucket and key of an S3 URL; the key may be empty. Raises UsageError."""
     refuse_parent_segments(url)
@@ -117,20 +127,24 @@ class S3Object:
     def head(self) -> ObjectInfo:
         with self.explained("HeadObject"):
             answer = self.client.head_object(Bucket=self.bucket, Key=self.key)
-        return ObjectInfo(self.url, answer["ContentLength"], answer["ETag"])
+        if not answer.get("ETag") or "ContentLength" not in answer:
+            raise broken_answer("HeadObject", self.url, self.endpoint)
+        return ObjectInfo(self.url, answer["ContentLength"], unquoted(answer["ETag"]))
 
     def get(self, start: int, end: int, etag: str) -> Iterator[bytes]:
-        """The bytes [start, end), of which there is at least one, as they arrive. A connection that breaks after the
-        answer's head raises one of botocore's own errors.
+        """The bytes [start, end), of which there is at least one, as they arrive.
+
+        A connection that breaks on the way raises BrokenAnswer or one of CONNECTION_ERRORS.
         """
         with self.explained("GetObject"):
             answer = self.client.get_object(
-                Bucket=self.bucket, Key=self.key, Range=f"bytes={start}-{end - 1}", IfMatch=etag
+                Bucket=self.bucket, Key=self.key, Range=f"bytes={start}-{end - 1}", IfMatch=quoted(etag)
             )
-        if answer["ETag"] != etag:
+        if unquoted(answer.get("ETag", "")) != etag and self.head().etag != etag:
             raise PreconditionFailed(f"{self.url} is not the version that was asked for: it has changed since.")
-        if answer["ContentLength"] != end - start:
-            raise StorageError(f"The store answered {answer['ContentLength']} bytes for {start}-{end} of {self.url}.")
+        if not answer.get("ETag") or answer.get("ContentLength") != end - start:
+            answer["Body"].close()
+            raise broken_answer("GetObject", self.url, self.endpoint)
         with closing(answer["Body"]) as body:
             yield from body.iter_chunks(_READ_SIZE)
 
@@ -141,14 +155,21 @@ class S3Object:
             answer = self.client.put_object(
                 Bucket=self.bucket, Key=self.key, Body=data, ContentMD5=content_md5(data), **condition
             )
-        return ObjectInfo(self.url, len(data), answer["ETag"])
+        return self._written(len(data), answer.get("ETag"))
 
     def put_file(self, file: BufferedReader, size: int) -> ObjectInfo:
         with self.explained("PutObject"):
             answer = self.client.put_object(
                 Bucket=self.bucket, Key=self.key, Body=file, ContentLength=size, ContentMD5=_file_md5(file)
             )
-        return ObjectInfo(self.url, size, answer["ETag"])
+        return self._written(size, answer.get("ETag"))
+
+    def _written(self, size: int, etag: str | None) -> ObjectInfo:
+        # Not every store sends the ETag with the answer to a PUT, and a connection may break before it.
+        info = ObjectInfo(self.url, size, unquoted(etag)) if etag else self.head()
+        if info.size != size:
+            raise StorageError(f"{self.url} has {info.size} bytes after a PUT of {size}.")
+        return info
 
     def delete(self) -> None:
         with self.explained("DeleteObject"):

@@ -80,7 +80,7 @@ def _copies_part(probe: S3Object) -> bool:
         source = probe.put(b"1")
         upload = MultipartUpload(probe)
         try:
-            upload.copy(source)
+            upload.copy(probe, source.etag)
         except StorageError:
             return False
         finally:

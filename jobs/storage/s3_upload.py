@@ -3,10 +3,10 @@
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from jobs.errors import ObjectNotFound, PagemillError, StorageError
+from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, StorageError
 from jobs.storage.base import MIB, ObjectInfo
-from jobs.storage.s3_errors import NoSuchUpload
-from jobs.storage.s3_object import S3Object, content_md5, split_url
+from jobs.storage.s3_errors import NoSuchUpload, broken_answer
+from jobs.storage.s3_object import S3Object, content_md5, quoted
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
@@ -51,25 +51,33 @@ class MultipartUpload:
                 Body=data,
                 ContentMD5=content_md5(data),
             )
+        if not answer.get("ETag"):
+            raise broken_answer("UploadPart", self._target.url, self._target.endpoint)
         self._add(number, answer["ETag"], len(data))
 
-    def copy(self, source: ObjectInfo) -> None:
-        """Adds a whole object of the same store as a part. Raises StorageError where the store does not do that."""
+    def copy(self, source: S3Object, etag: str) -> None:
+        """Adds that version of a whole object of the same store as a part.
+
+        Raises PreconditionFailed where the object is another version, StorageError where the store does not copy.
+        """
         number = self._next_number()
-        bucket, key = split_url(source.url)
         with self._target.explained("UploadPartCopy"):
             answer = self._target.client.upload_part_copy(
                 Bucket=self._target.bucket,
                 Key=self._target.key,
                 UploadId=self._id,
                 PartNumber=number,
-                CopySource={"Bucket": bucket, "Key": key},
-                CopySourceIfMatch=source.etag,
+                CopySource={"Bucket": source.bucket, "Key": source.key},
+                CopySourceIfMatch=quoted(etag),
             )
-        etag = answer.get("CopyPartResult", {}).get("ETag")
-        if not etag:
+        part_etag = answer.get("CopyPartResult", {}).get("ETag")
+        if not part_etag:
             raise StorageError(f"The store does not copy parts: UploadPartCopy of {source.url} returned no ETag.")
-        self._add(number, etag, source.size)
+        # There are stores that ignore the condition, so what was copied is looked at as well.
+        copied = source.head()
+        if copied.etag != etag:
+            raise PreconditionFailed(f"{source.url} has changed since.")
+        self._add(number, part_etag, copied.size)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -112,7 +120,7 @@ class MultipartUpload:
             there = self._target.head()
         except ObjectNotFound:
             return False
-        return there.size == self._size and there.etag.strip('"').endswith(f"-{len(self._parts)}")
+        return there.size == self._size and there.etag.endswith(f"-{len(self._parts)}")
 
     def abort(self) -> None:
         """Drops the upload and its parts. One that is gone already is no error."""

@@ -1,0 +1,169 @@
+"""Servers for tests: real processes or threads behind real sockets, on free ports, gone at the end of the block."""
+
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import boto3.session
+from botocore.config import Config
+from moto.server import ThreadedMotoServer
+
+from jobs.settings import Settings
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+BUCKET = "pagemill-test"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """An S3 server that answers, with the bucket `BUCKET` in it."""
+
+    endpoint: str
+    access_key: str = "ACCESSKEY1"
+    secret_key: str = "secretkey12345"
+
+    def settings(self, **fields: object) -> Settings:
+        return Settings(
+            s3_endpoint_url=self.endpoint,
+            s3_region="us-east-1",
+            s3_access_key_id=self.access_key,
+            s3_secret_access_key=self.secret_key,
+            **fields,
+        )
+
+    def environment(self) -> dict[str, str]:
+        """The same for a process of its own."""
+        return {
+            "PAGEMILL_S3_ENDPOINT_URL": self.endpoint,
+            "PAGEMILL_S3_REGION": "us-east-1",
+            "PAGEMILL_S3_ACCESS_KEY_ID": self.access_key,
+            "PAGEMILL_S3_SECRET_ACCESS_KEY": self.secret_key,
+        }
+
+    def client(self) -> "S3Client":
+        """A plain client, to look at the server beside the code that is tested."""
+        return boto3.session.Session().client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            config=Config(s3={"addressing_style": "path"}),
+        )
+
+
+@contextmanager
+def moto_s3() -> Iterator[S3Server]:
+    """Moto's S3 in memory: it has conditional PUTs and part copies."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        s3 = S3Server(f"http://{host}:{port}")
+        s3.client().create_bucket(Bucket=BUCKET)
+        yield s3
+    finally:
+        server.stop()
+
+
+@contextmanager
+def rclone_s3(folder: Path) -> Iterator[S3Server]:
+    """`rclone serve s3` on a folder: it ignores `If-None-Match`, and answers part copies without an ETag."""
+    keys = S3Server("")
+    rclone = Path(sys.executable).with_name("rclone")
+    command = [rclone, "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{keys.access_key},{keys.secret_key}"]
+    with subprocess.Popen([*command, "--config", "/dev/null", folder], stderr=subprocess.PIPE, text=True) as process:
+        log = iter(process.stderr or ())
+        # Read to its end, so that the server never blocks on a full pipe.
+        drain = threading.Thread(target=deque, args=(log, 0))
+        try:
+            server = S3Server(_address_in(log))
+            drain.start()
+            server.client().create_bucket(Bucket=BUCKET)
+            yield server
+        finally:
+            process.terminate()
+            if drain.ident:
+                drain.join()
+
+
+def _address_in(log: Iterator[str]) -> str:
+    """The address that rclone logs once it listens."""
+    lines = []
+    for line in log:
+        if found := re.search(r"http://[\d.]+:\d+", line):
+            return found.group()
+        lines.append(line)
+    raise RuntimeError(f"rclone ended before it listened: {''.join(lines)}")
+
+
+class TcpProxy:
+    """Stands between a client and a server, and cuts connections when told to."""
+
+    def __init__(self, endpoint: str) -> None:
+        parts = urlsplit(endpoint)
+        self._target = (parts.hostname or "", parts.port or 80)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._cuts: deque[int] = deque()
+        self._lock = threading.Lock()
+        self.connections_cut = 0
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut_after(self, *sizes: int) -> None:
+        """Lets so many bytes of answers pass and cuts that connection; then the same with the next size."""
+        with self._lock:
+            self._cuts.extend(sizes)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
+                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                passed = self._passed(len(data)) if is_answer else len(data)
+                sink.sendall(data[:passed])
+                if passed < len(data):
+                    break
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _passed(self, size: int) -> int:
+        with self._lock:
+            if not self._cuts:
+                return size
+            if self._cuts[0] >= size:
+                self._cuts[0] -= size
+                return size
+            self.connections_cut += 1
+            return self._cuts.popleft()
+
+
+@contextmanager
+def tcp_proxy(endpoint: str) -> Iterator[TcpProxy]:
+    proxy = TcpProxy(endpoint)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
