@@ -54,7 +54,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "stream_options": (),
 }
 """Parameters that are known and not served, with the values (beside null) that ask for nothing."""
-_COMMON = frozenset(_SAMPLING) | _HARMLESS | {"model", "max_completion_tokens"}
+_COMMON = frozenset(_SAMPLING) | _HARMLESS | {"model", "stream", "max_completion_tokens"}
 _KNOWN = {CHAT_URL: _COMMON | {"messages"}, COMPLETIONS_URL: _COMMON | {"prompt"}}
 
 
@@ -127,11 +127,11 @@ def _check_model(body: dict[str, Any], spec: JobSpec) -> None:
 
 def _check_parameters(body: dict[str, Any], known: frozenset[str]) -> None:
     for name, value in body.items():
-        if name in known or (value is None and name in _UNSERVED) or name == "stream":
+        if name in known:
             continue
-        param = f"body.{name[:64]}"
+        param = f"body.{name[:SHOWN]}"
         if name not in _UNSERVED:
-            raise RowRefused("unknown_parameter", f"Unknown parameter: {shown(param)}.", param)
+            raise RowRefused("unknown_parameter", f"Unknown parameter: '{param}'.", param)
         if value is not None and not any(_same(value, neutral) for neutral in _UNSERVED[name]):
             raise RowRefused("unsupported_parameter", f"'{param}' is not supported: remove it from the request.", param)
 

@@ -66,11 +66,16 @@ def read_messages(value: Any, param: str) -> tuple[Message, ...]:
         raise RowRefused("invalid_value", f"Invalid '{param}': an empty array of messages.", param)
     messages: list[Message] = []
     for index, item in enumerate(value):
-        plain = (
-            type(item) is dict and len(item) == 2 and item.get("role") in _ROLES and type(item.get("content")) is str
-        )
-        messages.append(item if plain else _message(item, f"{param}[{index}]"))
+        messages.append(item if _is_plain(item) else _message(item, f"{param}[{index}]"))
     return tuple(messages)
+
+
+def _is_plain(item: Any) -> bool:
+    """Whether the item is a message as it should be: nearly all are, and need no copy."""
+    if type(item) is not dict or len(item) != 2:
+        return False
+    role = item.get("role")
+    return type(role) is str and role in _ROLES and type(item.get("content")) is str
 
 
 def _message(item: Any, param: str) -> Message:
@@ -78,14 +83,14 @@ def _message(item: Any, param: str) -> Message:
         raise wrong_type(param, "an object", item)
     for name in ("role", "content"):
         if name not in item:
-            raise RowRefused(
-                "missing_required_parameter", f"Missing required parameter: '{param}.{name}'.", f"{param}.{name}"
-            )
+            path = f"{param}.{name}"
+            raise RowRefused("missing_required_parameter", f"Missing required parameter: '{path}'.", path)
     for name, value in item.items():
+        path = f"{param}.{name[:SHOWN]}"
         if name in _UNSERVED_MESSAGE_FIELDS and value not in (None, []):
-            raise RowRefused("unsupported_parameter", f"'{param}.{name}' is not supported.", f"{param}.{name}")
+            raise RowRefused("unsupported_parameter", f"'{path}' is not supported.", path)
         if name not in _UNSERVED_MESSAGE_FIELDS and name not in ("role", "content", "name"):
-            raise RowRefused("unknown_parameter", f"Unknown parameter: '{param}.{name}'.", f"{param}.{name}")
+            raise RowRefused("unknown_parameter", f"Unknown parameter: '{path}'.", path)
     return {"role": _role(item["role"], f"{param}.role"), "content": _content(item["content"], f"{param}.content")}
 
 
@@ -179,10 +184,9 @@ def _hashable(value: Any, param: str) -> Any:
         raise wrong_type(param, "a number, a string or an array", value)
     if type(value) is not list:
         return value
-    if len({type(item) for item in value} - {str, int}) or len({type(item) for item in value}) > 1:
-        raise RowRefused(
-            "invalid_type", f"Invalid type for '{param}': expected an array of strings or of integers.", param
-        )
+    if {type(item) for item in value} not in ({str}, {int}, set()):
+        message = f"Invalid type for '{param}': expected an array of strings, or of integers."
+        raise RowRefused("invalid_type", message, param)
     return tuple(value)
 
 
