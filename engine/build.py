@@ -22,7 +22,7 @@ _CUDA_BUDGETS = (1024, 8192)
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
-    """Load the model, size the KV pool, and put the loop together. Sets the number of torch's threads on a CPU.
+    """Load the model and make an engine of it. Sets the number of torch's threads on a CPU.
 
     Raises `ConfigError` if the options do not fit the machine or the model, and what `engine.loader.load` raises.
     """
@@ -30,9 +30,12 @@ def build_engine(config: EngineConfig) -> EngineCore:
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_cores())
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    loaded = load(config.model, dtype=dtype, device=device)
+    return assemble_engine(config, load(config.model, dtype=dtype, device=device), device)
+
+
+def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> EngineCore:
+    """Size the KV pool, and put the loop together around a model that is loaded on `device`."""
     limits = _resolve(config, loaded, device)
-    scheduler = Scheduler(limits)
     info = EngineInfo(
         model=config.model,
         dtype=str(loaded.config.dtype).removeprefix("torch."),
@@ -45,7 +48,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         block_size=limits.block_size,
     )
     return EngineCore(
-        scheduler,
+        Scheduler(limits),
         Runner(loaded.decoder, _kv_cache(loaded, limits, device), device),
         info,
         tokenizer=loaded.tokenizer,

@@ -3,8 +3,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer():
-    import torch
+    from engine.loader.gguf_file import GgufFile
+    from engine.loader.gguf_tokenizer import gguf_tokenizer
+    from engine.loader.resolve import resolve
 
-    from engine.loader import load
-
-    return load("demo", dtype=torch.bfloat16, device=torch.device("cpu")).tokenizer
+    return gguf_tokenizer(GgufFile(resolve("demo")))

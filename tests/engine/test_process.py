@@ -18,27 +18,32 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 WAIT_S = 60
 
 
-@pytest.fixture
-def engine():
+def started():
     process = ToyProcess(EngineConfig("toy"))
     process.start()
     yield process
     process.stop()
 
 
-def test_requests_from_many_threads_are_answered_and_bad_ones_carry_their_error(engine):
-    assert engine.alive
+engine = pytest.fixture(started, name="engine")
+# For tests that leave the process as they found it.
+unharmed = pytest.fixture(started, name="unharmed", scope="module")
+
+
+def test_requests_from_many_threads_are_answered_and_bad_ones_carry_their_error(unharmed):
+    assert unharmed.alive
+    before = unharmed.stats()
     answers = {}
 
     def ask(thread):
-        futures = {n: engine.submit([thread, n], GREEDY) for n in range(20)}
+        futures = {n: unharmed.submit([thread, n], GREEDY) for n in range(20)}
         answers[thread] = {n: future.result(WAIT_S) for n, future in futures.items()}
 
     threads = [threading.Thread(target=ask, args=(thread,)) for thread in range(4)]
     for thread in threads:
         thread.start()
-    bad = engine.submit([9999], GREEDY)
-    long = engine.submit([1] * 4000, GREEDY)
+    bad = unharmed.submit([9999], GREEDY)
+    long = unharmed.submit([1] * 4000, GREEDY)
     for thread in threads:
         thread.join()
     for thread, outputs in answers.items():
@@ -46,26 +51,27 @@ def test_requests_from_many_threads_are_answered_and_bad_ones_carry_their_error(
             assert list(output.outputs[0].token_ids) == answer([thread, n], 8)
     assert bad.result(WAIT_S).error.field == "prompt"
     assert long.result(WAIT_S).error.code == "context_length_exceeded"
-    stats = engine.stats()
-    assert (stats.prompt_tokens, stats.running, stats.waiting) == (160, 0, 0)
-    assert stats.steps > 0
+    after = unharmed.stats()
+    assert after.prompt_tokens - before.prompt_tokens == 160
+    assert after.steps > before.steps
+    assert (after.running, after.waiting) == (0, 0)
 
 
-def test_an_aborted_request_gives_what_it_has(engine):
-    future = engine.submit([1], ENDLESS)
-    assert engine.submit([2], GREEDY).result(WAIT_S).error is None
-    engine.abort(future)
+def test_an_aborted_request_gives_what_it_has(unharmed):
+    future = unharmed.submit([1], ENDLESS)
+    assert unharmed.submit([2], GREEDY).result(WAIT_S).error is None
+    unharmed.abort(future)
     output = future.result(WAIT_S)
     assert output.outputs[0].finish_reason == "abort"
     assert 0 < len(output.outputs[0].token_ids) < 3000
-    engine.abort(future)
-    assert engine.submit([2], GREEDY).result(WAIT_S).error is None
+    unharmed.abort(future)
+    assert unharmed.submit([2], GREEDY).result(WAIT_S).error is None
 
 
-def test_what_cannot_be_sent_raises_to_its_sender_and_harms_nobody(engine):
+def test_what_cannot_be_sent_raises_to_its_sender_and_harms_nobody(unharmed):
     with pytest.raises(TypeError, match="pickle"):
-        engine.submit((n for n in range(3)), GREEDY)
-    assert engine.submit([2], GREEDY).result(WAIT_S).error is None
+        unharmed.submit((n for n in range(3)), GREEDY)
+    assert unharmed.submit([2], GREEDY).result(WAIT_S).error is None
 
 
 def test_a_killed_engine_fails_its_futures_and_says_by_which_signal(engine):
@@ -106,10 +112,10 @@ for future in (other, crash):
     assert "the toy was told to crash" in owner.stderr
 
 
-def test_termination_signals_are_the_owners_business(engine):
-    os.kill(engine.pid, signal.SIGTERM)
-    os.kill(engine.pid, signal.SIGINT)
-    assert engine.submit([2], GREEDY).result(WAIT_S).error is None
+def test_termination_signals_are_the_owners_business(unharmed):
+    os.kill(unharmed.pid, signal.SIGTERM)
+    os.kill(unharmed.pid, signal.SIGINT)
+    assert unharmed.submit([2], GREEDY).result(WAIT_S).error is None
 
 
 def test_termination_signals_during_the_start_do_not_kill_the_engine():

@@ -1,0 +1,141 @@
+"""Token for token what Transformers' `generate` gives, on the real SmolLM2, however the engine cuts up the work."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine import EngineConfig, SamplingParams
+from engine.build import assemble_engine
+from engine.loader import load
+from engine.loader.resolve import resolve
+from engine.messages import NewRequest
+
+pytestmark = pytest.mark.model
+
+QUESTIONS = Path(__file__).parents[1] / "data" / "gsm8k_test.jsonl"
+CPU = torch.device("cpu")
+NEW_TOKENS = 64
+# Two ways to sum the same float32 products differ in the last digits; logits closer than this are a tie.
+TIE = 1e-3
+
+
+@dataclass
+class Reference:
+    """Transformers' model, and its greedy continuation of each prompt, alone and without padding."""
+
+    model: torch.nn.Module
+    end: list[int]
+
+    def answer(self, prompt):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=self.end,
+                pad_token_id=self.end[0],
+            )
+        return output[0, len(prompt) :].tolist()
+
+    def top_two_gap(self, context):
+        with torch.inference_mode():
+            best = self.model(torch.tensor([context])).logits[0, -1].topk(2).values
+        return float(best[0] - best[1])
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load("demo", dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def reference(loaded):
+    """Transformers' model with the weights as Transformers' own reader of GGUF files gives them.
+
+    The same that `from_pretrained(..., gguf_file=...)` does, which insists on the accelerate package for it.
+    """
+    file = resolve("demo")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
+    model = model.to(torch.float32).eval()
+    weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
+    missing, unexpected = model.load_state_dict(weights["tensors"], strict=False)
+    # The output matrix is the embedding's, and not in the file a second time.
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return Reference(model, sorted(loaded.eos_token_ids))
+
+
+def conversations(count):
+    with QUESTIONS.open() as lines:
+        rows = [json.loads(line) for _, line in zip(range(count), lines, strict=False)]
+    return [[{"role": "user", "content": row["question"]}] for row in rows]
+
+
+def run(loaded, prompts, **options):
+    """Answer `prompts` with an engine of its own, and return its outputs in order, and its statistics."""
+    core = assemble_engine(EngineConfig("demo", **options), loaded, CPU)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+    core.add_requests(NewRequest(index, prompt, params) for index, prompt in enumerate(prompts))
+    outputs = []
+    while core.has_unfinished:
+        outputs += core.step()
+    core.scheduler.check_integrity()
+    return sorted(outputs, key=lambda output: output.index), core.stats()
+
+
+@pytest.fixture(scope="module")
+def expected(loaded, reference):
+    prompts = [output.prompt_token_ids for output in run(loaded, conversations(8), max_num_seqs=1)[0]]
+    return {prompt: reference.answer(prompt) for prompt in prompts}
+
+
+def check_equal(outputs, expected):
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [expected[o.prompt_token_ids] for o in outputs]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="default options"),
+        pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16 tokens"),
+        pytest.param({"max_num_seqs": 3, "block_size": 16}, id="three rows and blocks of 16"),
+        pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
+    ],
+)
+def test_answers_are_those_of_transformers(loaded, expected, options):
+    outputs, stats = run(loaded, conversations(8), **options)
+    check_equal(outputs, expected)
+    assert stats.preemptions == 0
+
+
+def test_answers_from_a_warm_prefix_cache_are_the_same(loaded, expected):
+    twice = conversations(8) * 2
+    outputs, stats = run(loaded, twice, max_num_seqs=8, block_size=16)
+    check_equal(outputs, expected)
+    assert stats.cached_tokens > stats.prompt_tokens / 3
+
+
+def test_answers_that_were_preempted_are_the_same(loaded, expected):
+    outputs, stats = run(loaded, conversations(8), num_kv_blocks=42, block_size=16, max_model_len=512)
+    check_equal(outputs, expected)
+    assert stats.preemptions > 0
+
+
+@pytest.mark.slow
+def test_of_64_answers_at_most_one_differs_and_only_at_a_tie(loaded, reference):
+    outputs, _ = run(loaded, conversations(64))
+    different = 0
+    for output in outputs:
+        ours, theirs = list(output.outputs[0].token_ids), reference.answer(output.prompt_token_ids)
+        if ours != theirs:
+            different += 1
+            same = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+            assert reference.top_two_gap([*output.prompt_token_ids, *ours[:same]]) < TIE
+    assert different <= 1
