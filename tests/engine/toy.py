@@ -92,9 +92,7 @@ def toy_runner(limits: SchedulerConfig, model=None) -> Runner:
     return Runner(model or ToyModel(), kv, cpu)
 
 
-def toy_core(
-    limits: SchedulerConfig | None = None, *, runner=None, tokenizer=None, seed: int = 0
-) -> EngineCore:
+def toy_core(limits: SchedulerConfig | None = None, *, runner=None, tokenizer=None, seed: int = 0) -> EngineCore:
     limits = limits or toy_limits()
     info = EngineInfo(
         model="toy",
