@@ -13,7 +13,7 @@ from engine.loader.errors import ModelFileInvalid
 from engine.loader.gguf_file import GgufFile
 from engine.loader.gguf_tokenizer import gguf_tokenizer
 from engine.loader.hf_config import read_hf_config
-from engine.loader.resolve import resolve
+from engine.loader.locate import locate_model
 from engine.loader.sources import SafetensorsSource
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -38,7 +38,7 @@ def load(model: str, *, dtype: torch.dtype | None, device: torch.device) -> Load
 
     Raises ModelNotFound, ModelNotSupported or ModelFileInvalid.
     """
-    path = resolve(model)
+    path = locate_model(model)
     return _load_folder(path, dtype, device) if path.is_dir() else _load_gguf(path, dtype, device)
 
 

@@ -26,7 +26,7 @@ def read_hf_config(folder: Path) -> tuple[ModelConfig, Family]:
     fields = _Fields(raw, path)
     architecture = _architecture(raw, path)
     family = FAMILIES[architecture]
-    _refuse_unsupported(raw, path)
+    _refuse_unsupported(raw, path, fields.integer("max_position_embeddings"))
     heads = fields.integer("num_attention_heads")
     attention_bias = _flag(raw, family.attention_bias_flag)
     config = ModelConfig(
@@ -89,14 +89,14 @@ def _architecture(raw: Mapping[str, Any], path: Path) -> str:
     raise ModelNotSupported(f"{path} describes {named}, which the engine does not run.", hint=_SUPPORTED)
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], path: Path, max_position_embeddings: int) -> None:
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelNotSupported(
             f"{path}: weights quantised with {method} do not run.", hint="Take the unquantised model, or a GGUF file."
         )
     window = raw.get("sliding_window")
-    active = window is not None and raw.get("use_sliding_window", True) and window < raw["max_position_embeddings"]
+    active = window is not None and raw.get("use_sliding_window", True) and window < max_position_embeddings
     if active or "sliding_attention" in (raw.get("layer_types") or ()):
         raise ModelNotSupported(f"{path}: sliding-window attention (window {window}) does not run.", hint=_SUPPORTED)
     if (activation := raw.get("hidden_act", "silu")) not in ("silu", "swish"):

@@ -125,7 +125,7 @@ class PagedRun:
         self._lengths: dict[str, int] = {}
 
     def step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Compute the next tokens of the named sequences in one step; return their logits `[num_tokens, vocab_size]`."""
+        """Compute the next tokens of named sequences in one step; return their logits `[num_tokens, vocab_size]`."""
         chunks = []
         for name, ids in tokens.items():
             start = self._lengths.get(name, 0)

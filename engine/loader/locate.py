@@ -17,7 +17,7 @@ _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.
 _NOT_DOWNLOADED = ["consolidated*", "original/*", "onnx/*", "*/*"]
 
 
-def resolve(model: str) -> Path:
+def locate_model(model: str) -> Path:
     """Return the folder or the .gguf file that `model` names, fetched from the hub if it is a hub id.
 
     Raises `ModelNotFound` saying what was tried.
