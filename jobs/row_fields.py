@@ -159,9 +159,9 @@ def read_sampling(fields: Mapping[str, Any], params: Mapping[str, str], defaults
 
     `params` maps the names that are looked for to the paths that errors call them by. Raises RowRefused.
     """
-    if fields.keys().isdisjoint(params):
-        return defaults
-    values = {name: _hashable(fields[name], params[name]) for name in params if fields.get(name) is not None}
+    values = {
+        name: _hashable(value, params[name]) for name, value in fields.items() if name in params and value is not None
+    }
     if not values:
         return defaults
     try:

@@ -1,11 +1,16 @@
-"""Servers that all rooms share, started once a session."""
+"""What the tests of all rooms share: servers, started once a session, and how hypothesis runs."""
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests import servers
 from tests.servers import S3Server
+
+# The time that an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("pagemill", deadline=None)
+hypothesis.settings.load_profile("pagemill")
 
 
 @pytest.fixture(scope="session")

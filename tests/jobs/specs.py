@@ -14,6 +14,7 @@ def openai_spec(**fields: Any) -> JobSpec:
         "created_at": 1_700_000_000,
         "model": "tiny",
         "input": InputRef(url="file:///in.jsonl", size=1, etag="e"),
+        "storage_url": "file:///store",
         "output_url": "file:///out.jsonl",
         "error_url": "file:///err.jsonl",
         "rows": OpenAIRows(),
