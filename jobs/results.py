@@ -18,7 +18,7 @@ from jobs.spec import JobSpec, RecordRows
 
 NEVER_RUN = frozenset({"batch_expired", "batch_cancelled"})
 """Codes of rows whose request was never made: the job ended before."""
-SERVER_ERRORS = frozenset({"engine_error", "poison_row"})
+SERVER_ERRORS = frozenset({"engine_error", "engine_died", "out_of_memory"})
 """Codes of rows that failed through no fault of their request."""
 
 

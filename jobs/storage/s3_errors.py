@@ -19,6 +19,7 @@ CONNECTION_ERRORS = (BotoConnectionError, HTTPClientError, IncompleteReadError)
 """The connection could not be made, or broke. Another try may succeed."""
 
 _CREDENTIALS = "PAGEMILL_S3_ACCESS_KEY_ID and PAGEMILL_S3_SECRET_ACCESS_KEY (or AWS_ACCESS_KEY_ID and so on)"
+_NOT_IMPLEMENTED = 501
 _NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
 _PRECONDITION = {"412", "PreconditionFailed"}
 _BAD_CREDENTIALS = {
@@ -100,6 +101,6 @@ def _refused(error: ClientError, operation: str, url: str, endpoint: str) -> Pag
         )
     if code in _WRONG_REGION:
         return StorageError(f"Bucket {bucket!r} is in another region ({code}).", hint="Set PAGEMILL_S3_REGION.")
-    if status >= 500 or code == "SlowDown":
+    if status >= 500 and status != _NOT_IMPLEMENTED:
         return unreachable(operation, url, endpoint, error)
     return StorageError(f"{operation} of {url} failed: {error}")

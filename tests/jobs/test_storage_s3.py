@@ -9,10 +9,11 @@ import pytest
 from botocore.exceptions import ClientError, IncompleteReadError
 from pydantic import SecretStr
 
-from jobs.errors import ObjectNotFound, PreconditionFailed, ServiceUnreachable, StorageError, UsageError
+from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, ServiceUnreachable, StorageError, UsageError
 from jobs.storage import ObjectWriter, S3Config, S3Store
 from jobs.storage import s3 as s3_module
 from jobs.storage.base import MIB
+from jobs.storage.s3_errors import explained
 from jobs.storage.s3_object import S3Object
 from jobs.storage.s3_upload import MAX_PARTS, part_size
 from tests.servers import BUCKET, S3Server, TcpProxy, tcp_proxy
@@ -52,7 +53,7 @@ def test_a_stream_that_is_cut_goes_on_where_it_broke(moto_s3: S3Server, proxy: T
     assert proxy.connections_cut == 3
 
 
-@pytest.mark.parametrize("cut", [0, 10, 60, 120, *range(150, 500, 13)])
+@pytest.mark.parametrize("cut", [0, 10, 60, 120, *range(150, 500, 25)])
 def test_an_answer_cut_anywhere_is_asked_for_again(
     moto_s3: S3Server, proxy: TcpProxy, base: str, cut: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,3 +241,30 @@ def test_only_headers_that_all_stores_know_are_sent(moto_s3: S3Server, base: str
     for headers in sent.values():
         assert not [name for name in headers if name.startswith(("x-amz-checksum", "x-amz-sdk-checksum"))]
         assert "aws-chunked" not in headers.get("content-encoding", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "expected"),
+    [
+        ("404", 404, ObjectNotFound),
+        ("NoSuchKey", 404, ObjectNotFound),
+        ("PreconditionFailed", 412, PreconditionFailed),
+        ("412", 412, PreconditionFailed),
+        ("AccessDenied", 403, StorageError),
+        ("403", 403, StorageError),
+        ("InvalidAccessKeyId", 403, StorageError),
+        ("PermanentRedirect", 301, StorageError),
+        ("EntityTooLarge", 400, StorageError),
+        ("NotImplemented", 501, StorageError),
+        ("SlowDown", 503, ServiceUnreachable),
+        ("InternalError", 500, ServiceUnreachable),
+    ],
+)
+def test_an_answer_becomes_the_error_that_says_what_to_do(
+    code: str, status: int, expected: type[PagemillError]
+) -> None:
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    with pytest.raises(PagemillError) as raised, explained("PutObject", "s3://bucket/key", "http://store"):
+        raise ClientError(answer, "PutObject")
+    assert type(raised.value) is expected
+    assert "bucket" in raised.value.message
