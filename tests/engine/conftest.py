@@ -5,6 +5,6 @@ import pytest
 def smollm2_tokenizer():
     from engine.loader.gguf_file import GgufFile
     from engine.loader.gguf_tokenizer import gguf_tokenizer
-    from engine.loader.resolve import resolve
+    from engine.loader.locate import locate_model
 
-    return gguf_tokenizer(GgufFile(resolve("demo")))
+    return gguf_tokenizer(GgufFile(locate_model("demo")))

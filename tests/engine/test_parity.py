@@ -12,8 +12,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from engine import EngineConfig, SamplingParams
 from engine.build import assemble_engine
 from engine.loader import load
-from engine.loader.resolve import resolve
+from engine.loader.locate import locate_model
 from engine.messages import NewRequest
+from engine.prompts import PromptEncoder
 
 pytestmark = pytest.mark.model
 
@@ -26,23 +27,28 @@ TIE = 1e-3
 
 @dataclass
 class Reference:
-    """Transformers' model, and its greedy continuation of each prompt, alone and without padding."""
+    """Transformers' model, and its greedy continuations of prompts, padded on the left as it wants them."""
 
     model: torch.nn.Module
     end: list[int]
 
-    def answer(self, prompt):
-        ids = torch.tensor([prompt])
+    def answers(self, prompts):
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
             output = self.model.generate(
                 ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=mask,
                 max_new_tokens=NEW_TOKENS,
                 do_sample=False,
                 eos_token_id=self.end,
-                pad_token_id=self.end[0],
+                pad_token_id=0,
             )
-        return output[0, len(prompt) :].tolist()
+        return [self._until_end(row) for row in output[:, longest:].tolist()]
+
+    def _until_end(self, ids):
+        return next((ids[: place + 1] for place, token in enumerate(ids) if token in self.end), ids)
 
     def top_two_gap(self, context):
         with torch.inference_mode():
@@ -61,7 +67,7 @@ def reference(loaded):
 
     The same that `from_pretrained(..., gguf_file=...)` does, which insists on the accelerate package for it.
     """
-    file = resolve("demo")
+    file = locate_model("demo")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
     model = model.to(torch.float32).eval()
     weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
@@ -92,8 +98,9 @@ def run(loaded, prompts, **options):
 
 @pytest.fixture(scope="module")
 def expected(loaded, reference):
-    prompts = [output.prompt_token_ids for output in run(loaded, conversations(8), max_num_seqs=1)[0]]
-    return {prompt: reference.answer(prompt) for prompt in prompts}
+    encoder = PromptEncoder(loaded.tokenizer, loaded.config.vocab_size)
+    prompts = [tuple(prompt) for prompt in encoder.encode(conversations(8))]
+    return dict(zip(prompts, reference.answers(prompts), strict=True))
 
 
 def check_equal(outputs, expected):
@@ -131,9 +138,11 @@ def test_answers_that_were_preempted_are_the_same(loaded, expected):
 @pytest.mark.slow
 def test_of_64_answers_at_most_one_differs_and_only_at_a_tie(loaded, reference):
     outputs, _ = run(loaded, conversations(64))
+    prompts = [output.prompt_token_ids for output in outputs]
+    expected = [answer for start in range(0, 64, 8) for answer in reference.answers(prompts[start : start + 8])]
     different = 0
-    for output in outputs:
-        ours, theirs = list(output.outputs[0].token_ids), reference.answer(output.prompt_token_ids)
+    for output, theirs in zip(outputs, expected, strict=True):
+        ours = list(output.outputs[0].token_ids)
         if ours != theirs:
             different += 1
             same = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
