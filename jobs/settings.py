@@ -3,7 +3,9 @@
 In rising order: these defaults, `pagemill.toml`, the environment (`PAGEMILL_*`), flags.
 """
 
+import hashlib
 import os
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+_MAX_SOCKET_PATH = 100
 
 
 def _default_state_dir() -> Path:
@@ -57,7 +61,11 @@ class Settings(BaseSettings):
 
     @property
     def valkey_socket(self) -> Path:
-        return self.state_dir / "valkey.sock"
+        path = self.state_dir.absolute() / "valkey.sock"
+        if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+            return path
+        name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"pagemill-{os.getuid()}-{name}.sock"
 
     @property
     def ledger_url(self) -> str:
@@ -77,7 +85,7 @@ class Settings(BaseSettings):
 
     @property
     def storage_url(self) -> str:
-        return (self.storage or f"file://{self.state_dir / 'store'}").rstrip("/")
+        return (self.storage or f"file://{self.state_dir.absolute() / 'store'}").rstrip("/")
 
 
 def mask(url: str) -> str:

@@ -11,9 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from jobs.layout import JobLayout
+
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 StopString = Annotated[str, StringConstraints(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
+OnBadRow = Literal["fail", "skip"]
 JobId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -90,6 +93,8 @@ class JobSpec(BaseModel):
 
     id: JobId
     created_at: int
+    storage_url: str
+    """Where the job's own objects lie; see `layout`."""
     model: str
     model_aliases: tuple[str, ...] = ()
     input: InputRef
@@ -97,9 +102,13 @@ class JobSpec(BaseModel):
     error_url: str
     rows: RowShape
     sampling: Sampling = Sampling()
-    on_bad_row: Literal["fail", "skip"]
+    on_bad_row: OnBadRow
     max_line_bytes: int = Field(default=MAX_LINE_BYTES, ge=1024)
     max_tries: int = Field(default=4, ge=1)
+
+    @property
+    def layout(self) -> JobLayout:
+        return JobLayout(self.storage_url, self.id)
 
     def accepts_model(self, name: str) -> bool:
         return name == self.model or name in self.model_aliases

@@ -1,0 +1,98 @@
+"""The command `pagemill`: one file a group of commands, and one place where errors become words and exit codes."""
+
+import json
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Annotated
+
+import typer
+from redis.exceptions import RedisError
+from rich.console import Console
+
+from jobs.cli.doctor import doctor
+from jobs.cli.inspect import cancel, errors, list_jobs, results, status, watch
+from jobs.cli.run import run
+from jobs.cli.services import beat, up
+from jobs.cli.submit import submit
+from jobs.errors import PagemillError
+from jobs.ledger import unreachable
+from jobs.settings import settings
+
+EXIT_INTERRUPTED = 130
+
+_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Jobs": {
+        "run": run,
+        "submit": submit,
+        "status": status,
+        "list": list_jobs,
+        "watch": watch,
+        "cancel": cancel,
+        "results": results,
+        "errors": errors,
+    },
+    "Services": {"up": up, "beat": beat},
+    "Operations": {"doctor": doctor},
+}
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("pagemill"))
+        raise typer.Exit
+
+
+def _make_app() -> typer.Typer:
+    app = typer.Typer(
+        name="pagemill",
+        help="A file of prompts in, a file of answers out, every row exactly once.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        ] = False,
+    ) -> None:
+        pass
+
+    for panel, commands in _GROUPS.items():
+        for name, command in commands.items():
+            app.command(name, rich_help_panel=panel)(command)
+    # Commands that run models come from the workers' room by entry point: this room does not import it.
+    for command in entry_points(group="pagemill.commands"):
+        app.command(command.name, rich_help_panel="Services")(command.load())
+    return app
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        _make_app()()
+    except PagemillError as error:
+        _report(error)
+    except RedisError as error:
+        _report(unreachable(settings().ledger_url, error))
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _report(error: PagemillError) -> None:
+    if "--json" in sys.argv:
+        typer.echo(json.dumps({"error": error.as_dict()}), err=True)
+    else:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"[bold red]error:[/] {_plain(error.message)}")
+        if error.hint:
+            console.print(f"[bold]hint:[/] {_plain(error.hint)}")
+    sys.exit(error.exit_code)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,187 @@
+"""The end of a job: its segments become the output file and the error file, and the manifest says so.
+
+The commit records no longer change when this begins, so the files are a function of them: two assemblers that run at
+once write the same bytes. In order: segments are checked, files are joined, the manifest is written if there is none,
+the ledger is told. A crash between any two is mended by running it again.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+from jobs.errors import ObjectNotFound, PreconditionFailed, RowError
+from jobs.layout import JobLayout
+from jobs.ledger import Ledger
+from jobs.planner import Plan, Shard, load_plan, shard_rows
+from jobs.records import DeadShard, Manifest, ManifestSegment, Part, ResultFile, SegmentRecord, Usage
+from jobs.results import lines_for
+from jobs.rows import Row
+from jobs.spec import JobSpec
+from jobs.storage import ObjectInfo, Stores
+
+log = logging.getLogger(__name__)
+
+_HEADS_AT_ONCE = 16
+_DEAD_ATTEMPT = "dead"
+
+
+def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callable[[], None] = lambda: None) -> None:
+    """Finish a job that is `finalizing` or `cancelling`; does nothing in any other state.
+
+    A committed segment that is not in storage any more makes its shard ready again, and the job goes on.
+    """
+    state = ledger.state(spec.id)
+    if state not in ("finalizing", "cancelling"):
+        return
+    records = ledger.records(spec.id)
+    planned = _stored_plan(stores, spec.layout)
+    vanished = list(_vanished(records, stores, spec.layout, on_progress))
+    if vanished and state == "finalizing":
+        for shard in vanished:
+            log.warning("job %s: the segment of shard %d is gone from storage, it runs again", spec.id, shard)
+            ledger.reopen(spec, shard, _segment(records[shard]))
+        return
+    segments = {
+        shard.index: _dead_segment(spec, stores, shard, record) if isinstance(record, DeadShard) else record
+        for shard in planned.shards
+        if (record := records.get(shard.index)) is not None and shard.index not in vanished
+    }
+    manifest = _join(spec, stores, planned, segments, state == "cancelling", on_progress)
+    ledger.finish(_publish(stores, spec.layout, manifest), from_state=state)
+
+
+def _stored_plan(stores: Stores, layout: JobLayout) -> Plan:
+    try:
+        return load_plan(stores.read(layout.plan))
+    except ObjectNotFound:
+        return Plan(0, 0, (), ())  # cancelled before it was planned
+
+
+def _segment(record: SegmentRecord | DeadShard) -> SegmentRecord:
+    if isinstance(record, DeadShard):
+        raise TypeError("a dead shard has no segment")
+    return record
+
+
+def _vanished(
+    records: dict[int, SegmentRecord | DeadShard], stores: Stores, layout: JobLayout, on_progress: Callable[[], None]
+) -> Iterator[int]:
+    """The shards of which a committed object is missing or has another size than was committed."""
+
+    def is_whole(item: tuple[int, SegmentRecord | DeadShard]) -> bool:
+        shard, record = item
+        if isinstance(record, DeadShard):
+            return True
+        try:
+            return all(stores.head(part.url).size == part.size for part in record.objects(layout, shard) if part)
+        except ObjectNotFound:
+            return False
+
+    items = iter(sorted(records.items()))
+    with ThreadPoolExecutor(_HEADS_AT_ONCE) as pool:
+        while some := list(islice(items, 100 * _HEADS_AT_ONCE)):
+            for (shard, _), whole in zip(some, pool.map(is_whole, some), strict=True):
+                if not whole:
+                    yield shard
+            on_progress()
+
+
+def _dead_segment(spec: JobSpec, stores: Stores, shard: Shard, record: DeadShard) -> SegmentRecord:
+    """The segment of a shard that no worker survived or finished: an error for each of its rows."""
+    output, errors = bytearray(), bytearray()
+    output_lines = 0
+    for planned in shard_rows(spec, stores, shard):
+        row = planned.row if isinstance(planned.row, Row) else None
+        error = planned.row if isinstance(planned.row, RowError) else _never_finished(planned.row, record.tries)
+        lines = lines_for(spec, planned.index, planned.line, row, error)
+        output += lines.output or b""
+        output_lines += lines.output is not None
+        errors += lines.error or b""
+
+    def put(data: bytes, lines: int, suffix: str) -> Part | None:
+        if not lines:
+            return None
+        info = stores.put(spec.layout.segment(shard.index, 0, _DEAD_ATTEMPT, suffix), data)
+        return Part(size=info.size, etag=info.etag, sha256=hashlib.sha256(data).hexdigest(), lines=lines)
+
+    return SegmentRecord(
+        attempt=_DEAD_ATTEMPT,
+        fence=0,
+        ok=0,
+        failed=shard.rows,
+        output=put(bytes(output), output_lines, ""),
+        errors=put(bytes(errors), shard.rows, ".errors"),
+    )
+
+
+def _never_finished(row: Row, tries: int) -> RowError:
+    return RowError(
+        code="engine_error",
+        message=f"The shard of this row was tried {tries} times, and no worker finished it.",
+        line=row.line,
+        byte=row.offset,
+        custom_id=row.custom_id,
+    )
+
+
+def _join(
+    spec: JobSpec,
+    stores: Stores,
+    planned: Plan,
+    segments: dict[int, SegmentRecord],
+    cancelled: bool,
+    on_progress: Callable[[], None],
+) -> Manifest:
+    outputs: list[ObjectInfo] = []
+    errors: list[ObjectInfo] = []
+    for shard, record in sorted(segments.items()):
+        output, error = record.objects(spec.layout, shard)
+        outputs += [output] if output else []
+        errors += [error] if error else []
+    parts = [(record.output, record.errors) for record in segments.values()]
+    output_info = stores.concat(outputs, spec.output_url)
+    on_progress()
+    error_info = stores.concat(errors, spec.error_url) if errors else None
+    on_progress()
+    return Manifest(
+        job_id=spec.id,
+        spec_fingerprint=spec.fingerprint,
+        state="cancelled" if cancelled else "completed",
+        rows=planned.rows,
+        ok=sum(record.ok for record in segments.values()),
+        failed=sum(record.failed for record in segments.values()),
+        usage=sum((record.usage for record in segments.values()), Usage()),
+        output=ResultFile(url=spec.output_url, size=output_info.size, lines=sum(o.lines for o, _ in parts if o)),
+        errors=error_info
+        and ResultFile(url=spec.error_url, size=error_info.size, lines=sum(e.lines for _, e in parts if e)),
+        remaining=_write_remaining(spec, stores, planned, segments) if cancelled else None,
+        engines=tuple(sorted({record.engine for record in segments.values() if record.engine})),
+        segments=tuple(
+            ManifestSegment(shard=shard.index, first_row=shard.first_row, rows=shard.rows, record=segments[shard.index])
+            for shard in planned.shards
+            if shard.index in segments
+        ),
+    )
+
+
+def _write_remaining(spec: JobSpec, stores: Stores, planned: Plan, segments: dict[int, SegmentRecord]) -> str:
+    """The input's lines that a cancelled job has not done, as a file that can be submitted."""
+    missing = [(s.start, s.end) for s in planned.shards if s.index not in segments]
+    if not planned.shards:
+        missing = [(0, spec.input.size)]
+    with stores.writer(spec.layout.remaining, sum(end - start for start, end in missing)) as writer:
+        for start, end in missing:
+            for piece in stores.stream(spec.input.url, start, end, spec.input.etag):
+                writer.write(piece)
+    return spec.layout.remaining
+
+
+def _publish(stores: Stores, layout: JobLayout, manifest: Manifest) -> Manifest:
+    """Write the manifest, or take over the one that another assembler wrote first."""
+    try:
+        stores.put_if_absent(layout.manifest, manifest.model_dump_json().encode())
+    except PreconditionFailed:
+        return Manifest.model_validate_json(stores.read(layout.manifest))
+    return manifest

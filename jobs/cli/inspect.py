@@ -1,0 +1,91 @@
+"""Looking at jobs, stopping them, and fetching what they made."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jobs.cli.client import Client, open_client
+from jobs.cli.options import Json
+from jobs.cli.show import exit_code, follow, print_job, print_jobs, print_json
+from jobs.errors import UsageError
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+To = Annotated[str | None, typer.Option("--output", "-o", help="A file to write to instead of standard output.")]
+
+
+def status(job: JobArgument, json: Json = False) -> None:
+    """Show one job: its state, its counts, and why it waits if it does."""
+    view = open_client().ledger.view(job)
+    print_json(view.as_dict()) if json else print_job(view)
+
+
+def list_jobs(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, newest first.")] = 20,
+    json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    ledger = open_client().ledger
+    views = [ledger.view(job_id) for job_id in ledger.job_ids(limit)]
+    print_json([view.as_dict() for view in views]) if json else print_jobs(views)
+
+
+def watch(job: JobArgument, json: Json = False) -> None:
+    """Follow a job until it has ended; the exit code is the job's."""
+    client = open_client()
+    view = follow(job, client.ledger, quiet=json)
+    print_json(view.as_dict()) if json else print_job(view)
+    raise typer.Exit(exit_code(view))
+
+
+def cancel(job: JobArgument, json: Json = False) -> None:
+    """Stop a job. Its finished shards are kept, and a file of the rest is left to submit again."""
+    client = open_client()
+    client.ledger.view(job)
+    reply = client.ledger.cancel(job)
+    if reply != "ok":
+        raise UsageError(f"The job is {reply}: there is nothing to cancel.", code="not_cancellable")
+    client.tokens.assemble(job)
+    view = client.ledger.view(job)
+    print_json(view.as_dict()) if json else typer.echo(view.state)
+
+
+def results(job: JobArgument, output: To = None, json: Json = False) -> None:
+    """Print the output file of a job that has ended, or copy it. With --json: where it is, not what it says."""
+    client = open_client()
+    view = client.ledger.view(job)
+    if view.state not in ("completed", "cancelled"):
+        raise UsageError(
+            f"The job is {view.state}: it has no output file.", hint=f"`pagemill watch {job}` waits for it."
+        )
+    _deliver(client, view.output_url, output, json)
+
+
+def errors(job: JobArgument, output: To = None, json: Json = False) -> None:
+    """Print the error file of a job, or copy it: the rows that failed, and why."""
+    client = open_client()
+    view = client.ledger.view(job)
+    if view.error_url is None:
+        if json:
+            print_json({"url": None, "errors": [error.model_dump(exclude_none=True) for error in view.errors]})
+        else:
+            for error in view.errors:
+                typer.echo(error.model_dump_json(exclude_none=True))
+        return
+    _deliver(client, view.error_url, output, json)
+
+
+def _deliver(client: Client, url: str, output: str | None, json: bool) -> None:
+    if json:
+        print_json({"url": url, "size": client.stores.head(url).size})
+        return
+    pieces = client.stores.stream(url)
+    if output is None:
+        for piece in pieces:
+            sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+        return
+    with client.stores.writer(str(Path(output).absolute())) as writer:
+        for piece in pieces:
+            writer.write(piece)

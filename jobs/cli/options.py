@@ -1,0 +1,157 @@
+"""Options that several commands share, each declared once.
+
+A command takes a group of them as one parameter of a dataclass type; `with_groups` spells the group out for typer.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+from pydantic import ValidationError
+
+from jobs.errors import UsageError
+from jobs.spec import OpenAIRows, RecordRows, Sampling
+
+T = TypeVar("T")
+
+_ROWS, _SAMPLING, _ENGINE = "Rows", "Sampling defaults (a row's own fields win)", "Engine"
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="A name that a worker serves: 'demo', a folder, a .gguf file or a hub id.")
+]
+
+
+def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with each parameter of a dataclass type replaced by that dataclass's fields."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = kind  # type: ignore[assignment]
+        field_hints = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=field_hints[field.name]
+                )
+            )
+
+    @wraps(command)
+    def spelled_out(**given: Any) -> Any:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        return command(**given)
+
+    spelled_out.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spelled_out.__annotations__ = {p.name: p.annotation for p in parameters}
+    return spelled_out
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """What the rows are and how to sample."""
+
+    prompt_column: Annotated[
+        str | None, typer.Option(help="Rows are records, and this column is the prompt.", rich_help_panel=_ROWS)
+    ] = None
+    messages_column: Annotated[
+        str | None, typer.Option(help="Rows are records, and this column has the messages.", rich_help_panel=_ROWS)
+    ] = None
+    system: Annotated[
+        str | None, typer.Option(help="A system message before each --prompt-column prompt.", rich_help_panel=_ROWS)
+    ] = None
+    on_bad_row: Annotated[
+        str | None,
+        typer.Option(
+            help="'skip': a bad row costs that row. 'fail': it fails the job before any work. "
+            "Default: skip for records, fail for OpenAI lines.",
+            rich_help_panel=_ROWS,
+        ),
+    ] = None
+    model_alias: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name that rows may call the model by. May be repeated.", rich_help_panel=_ROWS),
+    ] = None
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)] = None
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)] = None
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.", rich_help_panel=_SAMPLING)] = None
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.", rich_help_panel=_SAMPLING)] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep tokens this fraction as likely as the best.", rich_help_panel=_SAMPLING)
+    ] = None
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop before this string. May be repeated.", rich_help_panel=_SAMPLING)
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling noise.", rich_help_panel=_SAMPLING)] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the end token.", rich_help_panel=_SAMPLING)
+    ] = False
+
+    @property
+    def rows(self) -> OpenAIRows | RecordRows:
+        if self.prompt_column is None and self.messages_column is None:
+            if self.system is not None:
+                raise UsageError("--system goes with --prompt-column.")
+            return OpenAIRows()
+        return _validated(
+            RecordRows, prompt_column=self.prompt_column, messages_column=self.messages_column, system=self.system
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        return _validated(
+            Sampling,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=tuple(self.stop) if self.stop else None,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos or None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a worker runs its model. The engine checks them; None leaves the choice to it."""
+
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)] = "auto"
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_ENGINE)] = "auto"
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most rows in one step.", rich_help_panel=_ENGINE)] = None
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens in one step.", rich_help_panel=_ENGINE)
+    ] = None
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and answer together.", rich_help_panel=_ENGINE)
+    ] = None
+    num_threads: Annotated[int | None, typer.Option(help="CPU threads of a step.", rich_help_panel=_ENGINE)] = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that were set, by the engine's own names."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def argv(self) -> list[str]:
+        """The same for the command line of a worker."""
+        return [item for name, value in self.given.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _validated(kind: type[T], **values: Any) -> T:
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"--{str(part).replace('_', '-')}: " for part in first["loc"][:1])
+        raise UsageError(f"{where}{first['msg']}") from error

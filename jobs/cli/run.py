@@ -1,0 +1,145 @@
+"""`pagemill run`: the main job with nothing set up.
+
+Everything it needs lives in one folder beside the output, which is removed when the job is done. A run that was stopped
+is taken up by giving the same command again: what was committed is not computed twice.
+"""
+
+import json as json_module
+import shutil
+import signal
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, cast
+
+import typer
+
+from jobs.cli.client import Client, open_client
+from jobs.cli.options import EngineOptions, JobOptions, Json, Model, with_groups
+from jobs.cli.services import children
+from jobs.cli.show import exit_code, follow, print_errors, print_json, stderr, stdout
+from jobs.errors import UsageError
+from jobs.local.supervisor import Supervisor
+from jobs.local.valkey import valkey_child
+from jobs.records import JobView
+from jobs.settings import Settings, settings
+from jobs.spec import JobSpec, OnBadRow
+from jobs.storage import Stores
+from jobs.submit import enter, prepare
+
+_SPEC = "run.json"
+
+
+@with_groups
+def run(
+    source: Annotated[str, typer.Argument(metavar="INPUT", help="A path, file:// or s3:// URL of a JSONL file.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Path of the result, or its URL.")],
+    model: Model,
+    job: JobOptions,
+    engine: EngineOptions,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over instead of taking up a run that was stopped.")
+    ] = False,
+    show: Annotated[int, typer.Option(min=0, help="Print so many answers at the end.")] = 0,
+    json: Json = False,
+) -> None:
+    """Run one job here and now: a private Valkey, one worker, a progress bar; cleaned up at the end."""
+    folder = _state_folder(output)
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
+    config = settings().model_copy(update={"state_dir": folder, "redis_url": "", "storage": ""})
+    spec = _spec(source, output, model, job, config)
+    signal.signal(signal.SIGTERM, _interrupt)
+    with Supervisor(folder / "log", grace=config.stop_grace) as supervisor:
+        supervisor.start(valkey_child(config))
+        client = open_client(config)
+        enter(spec, client.ledger, client.stores, client.tokens)
+        for child in children(config, model, engine):
+            supervisor.start(child)
+        try:
+            view = follow(spec.id, client.ledger, quiet=json, check=lambda: _raise_failure(supervisor))
+        except KeyboardInterrupt:
+            stderr.print(f"Stopped. The same command takes the run up again; {folder} has what is done.")
+            raise
+        manifest_exists = view.state == "completed"
+    if manifest_exists or view.state == "failed":
+        shutil.rmtree(folder)
+    _report(view, client, show, json)
+    raise typer.Exit(exit_code(view))
+
+
+def _state_folder(output: str) -> Path:
+    """Beside a local output; in the working folder for one in a bucket."""
+    local = Path(output.removeprefix("file://")) if "s3://" not in output else Path(output.rsplit("/", 1)[-1])
+    return local.absolute().with_name(f"{local.name}.pagemill")
+
+
+def _spec(source: str, output: str, model: str, job: JobOptions, config: Settings) -> JobSpec:
+    """The spec of this run: a new one, or that of the stopped run that it takes up."""
+    spec = prepare(
+        source,
+        model=model,
+        stores=Stores(config),
+        settings=config,
+        rows=job.rows,
+        sampling=job.sampling,
+        output=output,
+        on_bad_row=cast(OnBadRow | None, job.on_bad_row),
+        model_aliases=tuple(job.model_alias or ()),
+    )
+    path = config.state_dir / _SPEC
+    if path.exists():
+        stopped = JobSpec.model_validate_json(path.read_bytes())
+        if stopped.fingerprint == spec.fingerprint:
+            stderr.print(f"Taking up the run that was stopped ({stopped.id}).")
+            return stopped
+        raise UsageError(
+            f"{config.state_dir} holds a stopped run with another input or other options.",
+            code="other_run",
+            hint="Give the command of that run again, or --fresh to start over.",
+        )
+    Stores(config).put(str(path), spec.model_dump_json().encode())
+    return spec
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _raise_failure(supervisor: Supervisor) -> None:
+    if supervisor.failed.is_set() and supervisor.failure is not None:
+        raise supervisor.failure
+
+
+def _report(view: JobView, client: Client, show: int, json: bool) -> None:
+    if json:
+        print_json(view.as_dict())
+        return
+    if view.state == "completed" and show:
+        _print_answers(client.stores, view.output_url, show)
+    print_errors(view)
+    seconds = max((view.ended_at or 0) - (view.in_progress_at or 0), 1)
+    out = view.usage.completion_tokens
+    stdout.print(
+        f"{view.state}: {view.done} rows answered, {view.failed} failed; {view.usage.prompt_tokens} tokens in, "
+        f"{out} out, {out / seconds:,.0f} tokens/s"
+    )
+    for name, url in (("output", view.output_url), ("errors", view.error_url)):
+        if url and view.state != "failed":
+            stdout.print(f"{name}: {url.removeprefix('file://')}")
+
+
+def _print_answers(stores: Stores, url: str, count: int) -> None:
+    head = stores.read(url, 0, 1 << 20)
+    for line in islice(head.split(b"\n"), count):
+        row: dict[str, Any] = json_module.loads(line)
+        response = row.get("response")
+        answer = response if isinstance(response, str) else json_module.dumps(response)
+        question = next((value for value in row.values() if isinstance(value, str)), "")
+        stdout.print(f"\n[bold]> {_clip(question)}[/]\n{_clip(answer)}")
+    stdout.print()
+
+
+def _clip(text: str, length: int = 300) -> str:
+    text = text if len(text) <= length else f"{text[:length]}..."
+    return text.replace("[", r"\[")

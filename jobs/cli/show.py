@@ -1,0 +1,117 @@
+"""Jobs on a terminal: a line, a page, a progress bar."""
+
+import json
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED
+from jobs.ledger import Ledger
+from jobs.records import JobView
+
+stdout = Console(soft_wrap=True, highlight=False)
+stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+
+_REFRESH_S = 0.5
+_SHOWN_ERRORS = 10
+_COLORS = {"completed": "green", "failed": "red", "cancelled": "yellow", "expired": "yellow"}
+
+
+def exit_code(view: JobView) -> int:
+    """The exit code for a job that has ended."""
+    if view.state != "completed":
+        return EXIT_JOB_FAILED
+    return EXIT_ROWS_FAILED if view.failed else EXIT_DONE
+
+
+def print_json(value: object) -> None:
+    typer.echo(json.dumps(value))
+
+
+def print_job(view: JobView) -> None:
+    """A job with all that can be said of it."""
+    table = Table.grid(padding=(0, 2))
+    color = _COLORS.get(view.state, "cyan")
+    rows = "?" if view.rows is None else str(view.rows)
+    facts: list[tuple[str, str]] = [
+        ("job", view.id),
+        ("state", f"[{color}]{view.state}[/]"),
+        ("model", view.model),
+        ("created", str(datetime.fromtimestamp(view.created_at))),
+        ("rows", f"{view.done} done, {view.failed} failed, {view.in_flight} in flight, of {rows}"),
+        ("shards", f"{view.settled} settled, {view.leased} in work, of {view.shards or '?'}"),
+        (
+            "tokens",
+            f"{view.usage.prompt_tokens} in ({view.usage.cached_tokens} cached), {view.usage.completion_tokens} out",
+        ),
+    ]
+    if view.in_progress_at and view.ended_at:
+        facts.append(("took", str(timedelta(seconds=view.ended_at - view.in_progress_at))))
+    facts += [
+        (name, url)
+        for name, url in (("output", view.output_url), ("errors", view.error_url), ("remaining", view.remaining_url))
+        if url
+    ]
+    if view.reason:
+        facts.append(("waiting", view.reason))
+    for name, value in facts:
+        table.add_row(f"[bold]{name}[/]", value if name == "state" else _plain(value))
+    stdout.print(table)
+    print_errors(view)
+
+
+def print_errors(view: JobView) -> None:
+    """The bad rows, each with its place; the first few of many."""
+    for error in view.errors[:_SHOWN_ERRORS]:
+        place = f"line {error.line}, byte {error.byte}: " if error.line is not None else ""
+        stderr.print(f"[red]{place}[/]{_plain(error.message)} [dim]({error.code})[/]")
+    if view.error_count > _SHOWN_ERRORS:
+        where = f"; all are in {view.error_url}" if view.error_url else ""
+        stderr.print(f"... and {view.error_count - _SHOWN_ERRORS} more bad rows{where}")
+
+
+def print_jobs(views: list[JobView]) -> None:
+    table = Table("job", "state", "model", "rows", "failed", "created", box=None)
+    for view in views:
+        done = f"{view.done + view.failed}/{'?' if view.rows is None else view.rows}"
+        created = datetime.fromtimestamp(view.created_at).strftime("%Y-%m-%d %H:%M")
+        state = f"[{_COLORS.get(view.state, 'cyan')}]{view.state}[/]"
+        table.add_row(view.id, state, _plain(view.model), done, str(view.failed), created)
+    stdout.print(table)
+
+
+def follow(job_id: str, ledger: Ledger, *, quiet: bool = False, check: Callable[[], None] = lambda: None) -> JobView:
+    """Wait until a job has ended, with a progress bar on stderr. `check` may raise to end the wait."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=stderr, disable=quiet, transient=False) as progress:
+        task = progress.add_task("starting", total=None, rate="")
+        while True:
+            view = ledger.view(job_id)
+            rate = sum(w.tokens_per_second for w in ledger.workers() if w.model == view.model)
+            progress.update(
+                task,
+                description=view.reason or view.state.replace("_", " "),
+                total=view.rows,
+                completed=view.done + view.failed + view.in_flight,
+                rate=f"{rate:,.0f} tokens/s" if rate and not view.terminal else "",
+            )
+            if view.terminal:
+                return view
+            check()
+            time.sleep(_REFRESH_S)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,46 @@
+"""`pagemill submit`."""
+
+from typing import Annotated, cast
+
+import typer
+
+from jobs.cli.client import open_client
+from jobs.cli.options import JobOptions, Json, Model, with_groups
+from jobs.cli.show import exit_code, follow, print_job, print_json, stderr
+from jobs.spec import OnBadRow
+from jobs.submit import enter, prepare
+
+
+@with_groups
+def submit(
+    source: Annotated[str, typer.Argument(metavar="INPUT", help="A path, '-', file:// or s3:// URL of a JSONL file.")],
+    model: Model,
+    job: JobOptions,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Path or URL of the result. Default: beside the job.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
+    json: Json = False,
+) -> None:
+    """Enqueue a job and print its id."""
+    client = open_client()
+    spec = prepare(
+        source,
+        model=model,
+        stores=client.stores,
+        settings=client.settings,
+        rows=job.rows,
+        sampling=job.sampling,
+        output=output,
+        on_bad_row=cast(OnBadRow | None, job.on_bad_row),
+        model_aliases=tuple(job.model_alias or ()),
+    )
+    enter(spec, client.ledger, client.stores, client.tokens)
+    if not wait:
+        print_json(client.ledger.view(spec.id).as_dict()) if json else typer.echo(spec.id)
+        if not any(worker.model == model for worker in client.ledger.workers()):
+            stderr.print(f"No live worker serves {model!r} yet: the job waits for one.")
+        return
+    view = follow(spec.id, client.ledger, quiet=json)
+    print_json(view.as_dict()) if json else print_job(view)
+    raise typer.Exit(exit_code(view))

@@ -1,0 +1,158 @@
+"""Driving jobs on: plan what was submitted, assemble what is settled, sweep up what was lost on the way.
+
+Each function looks at the ledger's state and does what that state calls for. It may be called twice, by two processes
+at once, or again after a crash in the middle.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from redis.exceptions import LockError
+from redis.lock import Lock
+
+from jobs.assemble import assemble
+from jobs.broker import PLAN, Tokens, model_queue, queue_key
+from jobs.errors import PagemillError, RowError, ServiceUnreachable
+from jobs.ledger import Ledger
+from jobs.planner import Planned, dump_plan, plan
+from jobs.settings import Settings
+from jobs.spec import JobSpec
+from jobs.storage import Stores
+
+log = logging.getLogger(__name__)
+
+_LOCK_TTL_S = 60
+_FIRST_TOKENS = 64
+"""Tokens sent when a job opens; the sweeper sends more where more slots are free."""
+
+
+class Control:
+    """What a control worker does. Holds the services it needs and no state."""
+
+    def __init__(self, ledger: Ledger, stores: Stores, tokens: Tokens, settings: Settings) -> None:
+        self._ledger = ledger
+        self._stores = stores
+        self._tokens = tokens
+        self._settings = settings
+
+    def plan(self, job_id: str) -> None:
+        """Cut a submitted job into shards and open it, or fail it with the list of its bad rows.
+
+        In order: plan.jsonl is written, the shards are entered, the job is opened, tokens are sent. A crash between any
+        two leaves the job `validating`, and the next call does all of it again to the same effect.
+        """
+        with self._only_one(job_id, "plan") as keep_lock:
+            if keep_lock is None or self._ledger.state(job_id) != "validating":
+                return
+            spec = self._ledger.spec(job_id)
+            try:
+                planned = plan(spec, self._stores, self._settings, lambda rows, size: keep_lock())
+            except ServiceUnreachable:
+                raise  # not the job's fault: the sweeper sends it here again
+            except PagemillError as error:
+                self._refuse(spec, [RowError(code=error.code, message=str(error))])
+                return
+            if planned.bad and spec.on_bad_row == "fail":
+                self._refuse_rows(spec, planned)
+                return
+            self._stores.put(spec.layout.plan, dump_plan(planned))
+            if self._ledger.add_shards(job_id, planned.shards) == "ok":
+                self._ledger.open(
+                    spec,
+                    shards=len(planned.shards),
+                    rows=planned.rows,
+                    errors=planned.first_errors,
+                    error_count=planned.bad,
+                )
+                self._tokens.work(spec.model, min(len(planned.shards), _FIRST_TOKENS))
+
+    def assemble(self, job_id: str) -> None:
+        """Join the segments of a job whose shards are settled, or of one that is being cancelled."""
+        with self._only_one(job_id, "fin") as keep_lock:
+            if keep_lock is None:
+                return
+            spec = self._ledger.spec(job_id)
+            try:
+                assemble(spec, self._ledger, self._stores, keep_lock)
+            except ServiceUnreachable:
+                raise
+            except PagemillError as error:
+                log.error("job %s cannot be assembled: %s", job_id, error.message)
+                state = self._ledger.state(job_id) or ""
+                fault = RowError(code=error.code, message=f"{error.message} {error.hint}".rstrip())
+                self._ledger.fail(job_id, [fault], error_count=1, error_url=None, from_state=state)
+
+    def sweep(self) -> None:
+        """Take back expired leases, send the tokens that are missing, and drive on jobs that were left standing."""
+        ready: Counter[str] = Counter()
+        leased: Counter[str] = Counter()
+        for job_id in self._ledger.live_jobs():
+            match self._ledger.state(job_id):
+                case "validating" if not self._ledger.lock(job_id, "plan", _LOCK_TTL_S).locked():
+                    self._tokens.send(PLAN, job_id)
+                case "finalizing" | "cancelling" if not self._ledger.lock(job_id, "fin", _LOCK_TTL_S).locked():
+                    self._tokens.assemble(job_id)
+                case "in_progress":
+                    expired, waiting, running = self._ledger.expire(job_id)
+                    if expired:
+                        log.warning("job %s: %d lease(s) expired, their shards are ready again", job_id, expired)
+                    model = self._ledger.spec(job_id).model
+                    ready[model] += waiting
+                    leased[model] += running
+        self._top_up(ready, leased)
+
+    def _top_up(self, ready: Counter[str], leased: Counter[str]) -> None:
+        slots: Counter[str] = Counter()
+        for worker in self._ledger.workers():
+            slots[worker.model] += worker.slots
+        for model, count in ready.items():
+            # One token waits even where no worker is: the first to come finds it.
+            wanted = min(count, max(slots[model] - leased[model], 1))
+            queued = int(self._ledger.client.llen(queue_key(model_queue(model))))
+            self._tokens.work(model, wanted - queued)
+
+    def _refuse_rows(self, spec: JobSpec, planned: Planned) -> None:
+        with self._stores.writer(spec.error_url) as writer:
+            for error in planned.errors:
+                writer.write(error.model_dump_json(exclude_none=True).encode() + b"\n")
+        self._refuse(spec, planned.first_errors, planned.bad, spec.error_url)
+
+    def _refuse(
+        self, spec: JobSpec, errors: list[RowError] | tuple[RowError, ...], count: int = 1, url: str | None = None
+    ) -> None:
+        self._ledger.fail(spec.id, errors, error_count=count, error_url=url, from_state="validating")
+
+    @contextmanager
+    def _only_one(self, job_id: str, what: str) -> Iterator["KeepLock | None"]:
+        """Yields None if another process is at it, else a function that keeps it away a while longer."""
+        lock = self._ledger.lock(job_id, what, _LOCK_TTL_S)
+        if not lock.acquire():
+            yield None
+            return
+        try:
+            yield KeepLock(lock)
+        finally:
+            try:
+                lock.release()
+            except LockError:
+                log.info("job %s: another process may have done the same (%s) meanwhile", job_id, what)
+
+
+class KeepLock:
+    """Renews a lock when called, at most every quarter of its life."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self._renewed = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._renewed < _LOCK_TTL_S / 4:
+            return
+        self._renewed = time.monotonic()
+        try:
+            self._lock.reacquire()
+        except LockError:
+            log.info("%s: the lock ran out; going on, since the work may be repeated", self._lock.name)

@@ -1,0 +1,60 @@
+"""Where the objects of a job lie, below the storage URL that the job was submitted to.
+
+    jobs/<id>/job.json                                 the spec
+    jobs/<id>/plan.jsonl                               the shards
+    jobs/<id>/input.jsonl                              the input, where workers could not read the original
+    jobs/<id>/att/<shard>/<fence>-<attempt>.jsonl      the segment of one attempt, and its errors beside it
+    jobs/<id>/remaining.jsonl                          what a cancelled job has not done, ready to submit
+    jobs/<id>/manifest.json                            written last: what the result consists of
+
+Keys of segments are never used again: the fence only grows, and the attempt is 128 random bits should a ledger that
+was rolled back hand out a fence twice.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class JobLayout:
+    """The URLs of one job's objects."""
+
+    storage_url: str
+    job_id: str
+
+    @property
+    def root(self) -> str:
+        return f"{self.storage_url}/jobs/{self.job_id}"
+
+    @property
+    def spec(self) -> str:
+        return f"{self.root}/job.json"
+
+    @property
+    def plan(self) -> str:
+        return f"{self.root}/plan.jsonl"
+
+    @property
+    def input(self) -> str:
+        return f"{self.root}/input.jsonl"
+
+    @property
+    def remaining(self) -> str:
+        return f"{self.root}/remaining.jsonl"
+
+    @property
+    def manifest(self) -> str:
+        return f"{self.root}/manifest.json"
+
+    @property
+    def output(self) -> str:
+        """The result, where the submitter named no other place."""
+        return f"{self.root}/output.jsonl"
+
+    def segment(self, shard: int, fence: int, attempt: str, part: str = "") -> str:
+        """The object of one attempt; `part` tells its error lines (`.errors`) from its output lines."""
+        return f"{self.root}/att/{shard:06}/{fence:010}-{attempt}{part}.jsonl"
+
+
+def errors_beside(output_url: str) -> str:
+    """The error file of an output: `answers.jsonl` has `answers.errors.jsonl`."""
+    return f"{output_url.removesuffix('.jsonl')}.errors.jsonl"

@@ -1,0 +1,422 @@
+"""The ledger: which jobs there are, who works on which shard, and which segment is each shard's result.
+
+    pm:jobs, pm:live          Z  job id -> created; all of them, and those that have not ended
+    pm:active:<model>         Z  job id -> created; those with shards to hand out
+    pm:worker:<id>            S  what a live worker says of itself, with an expiry;  pm:workers indexes them
+    pm:{<job>}:job            H  state, spec, counters, times
+             :ready           Z  shard -> its place in line
+             :leases          Z  shard -> expiry in ms by the server's clock
+             :own             H  s:<shard> -> attempt, a:<attempt> -> shard, f:<shard> -> fence
+             :commit          H  shard -> record; written once, never replaced
+             :tries :faults   H  shard -> how often leased; why it was put back last
+             :shards          H  shard -> its plan;  :progress  shard -> rows done in it
+
+Every change is one Lua script that may be run twice: the client repeats a command whose reply was lost.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import islice
+from typing import Any, Literal, cast
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.commands.core import Script
+from redis.lock import Lock
+from redis.retry import Retry
+
+from jobs.errors import RowError, ServiceUnreachable, UsageError
+from jobs.records import (
+    TERMINAL,
+    DeadShard,
+    JobView,
+    Manifest,
+    SegmentRecord,
+    Usage,
+    WorkerView,
+    load_record,
+)
+from jobs.settings import mask
+from jobs.shards import Shard, dump_shard, load_shard
+from jobs.spec import JobSpec, model_key
+
+Verdict = Literal["ok", "superseded", "lost", "stop"]
+
+_JOB_KEYS = ("job", "ready", "leases", "own", "commit", "tries", "faults", "shards", "progress")
+_COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
+_CHUNK = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One attempt's right to commit one shard, while `fence` is the highest that was handed out for it."""
+
+    spec: JobSpec
+    shard: Shard
+    attempt: str
+    fence: int
+
+    @property
+    def job_id(self) -> str:
+        return self.spec.id
+
+
+def connect(url: str) -> redis.Redis:
+    """A client of the ledger's server that has answered once.
+
+    Raises ServiceUnreachable with the address, and UsageError for a URL that is none or a server that is a cluster.
+    """
+    try:
+        client = redis.Redis.from_url(
+            url,
+            decode_responses=True,
+            socket_timeout=10,
+            socket_connect_timeout=5,
+            health_check_interval=25,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=2), 6),
+            client_name="pagemill-ledger",
+        )
+        probe = redis.Redis.from_url(
+            url, socket_connect_timeout=5, socket_timeout=5, retry=Retry(ExponentialWithJitterBackoff(), 0)
+        )
+        mode = probe.info("server").get("redis_mode")
+        probe.close()
+    except ValueError as error:
+        raise UsageError(
+            f"{mask(url)!r} is no Redis URL: {error}", hint="Use redis://host:port/db or unix:///path."
+        ) from error
+    except redis.AuthenticationError as error:
+        raise ServiceUnreachable(
+            f"Redis at {mask(url)} refuses the credentials: {error}",
+            hint="Check the user and password in PAGEMILL_REDIS_URL.",
+        ) from error
+    except redis.RedisError as error:
+        raise unreachable(url, error) from error
+    if mode == "cluster":
+        raise UsageError(
+            f"{mask(url)} is a Redis Cluster, which Celery cannot use as a broker.",
+            hint="Use a single server or Sentinel.",
+        )
+    return client
+
+
+def unreachable(url: str, error: Exception) -> ServiceUnreachable:
+    """The error that says that the ledger's server does not answer, and what to check."""
+    local = url.startswith("unix://")
+    hint = (
+        "Start it with `pagemill up`, or set PAGEMILL_REDIS_URL."
+        if local
+        else "Is it running, and PAGEMILL_REDIS_URL right?"
+    )
+    return ServiceUnreachable(f"Redis at {mask(url)} does not answer: {error}", hint=hint)
+
+
+def _lua(name: str) -> str:
+    return files("jobs").joinpath("lua", f"{name}.lua").read_text()
+
+
+class Ledger:
+    """All changes to jobs, leases and commit records. Thread-safe; holds no state of its own."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        names = (
+            "create",
+            "add_shards",
+            "open",
+            "lease",
+            "beat",
+            "commit",
+            "release",
+            "expire",
+            "cancel",
+            "reopen",
+            "finish",
+        )
+        self._scripts: dict[str, Script] = {name: client.register_script(_lua(name)) for name in names}
+
+    # --- a job's life -------------------------------------------------------------------------------------------
+
+    def create(self, spec: JobSpec) -> bool:
+        """Enter a job as `validating`. False if it is there already, as after a lost reply."""
+        fields = {
+            "spec": spec.model_dump_json(),
+            "model": spec.model,
+            "model_key": model_key(spec.model),
+            "created_at": spec.created_at,
+        }
+        keys = [*self._keys(spec.id, "job"), "pm:jobs", "pm:live"]
+        return bool(self._run("create", keys, [spec.id, time.time_ns() // 1_000_000, *_flat(fields)]) == "ok")
+
+    def add_shards(self, job_id: str, shards: Iterable[Shard]) -> str:
+        """Put planned shards up; 'ok', or the state of a job that is no longer being planned."""
+        waiting = iter(shards)
+        while some := list(islice(waiting, _CHUNK)):
+            args = [item for shard in some for item in (shard.index, dump_shard(shard).decode())]
+            if (reply := self._run("add_shards", self._keys(job_id, "job", "ready", "shards"), args)) != "ok":
+                return cast(str, reply)
+        return "ok"
+
+    def open(self, spec: JobSpec, *, shards: int, rows: int, errors: Sequence[RowError], error_count: int) -> str:
+        """The plan is complete: workers may lease. 'ok', or the state that forbids it."""
+        fields = {"rows": rows, "errors": _dump_errors(errors), "error_count": error_count}
+        keys = [*self._keys(spec.id, "job"), f"pm:active:{model_key(spec.model)}"]
+        return cast(str, self._run("open", keys, [spec.id, spec.created_at, shards, _now(), *_flat(fields)]))
+
+    def fail(
+        self, job_id: str, errors: Sequence[RowError], *, error_count: int, error_url: str | None, from_state: str
+    ) -> str:
+        """End a job that can give no result."""
+        fields = {"errors": _dump_errors(errors), "error_count": error_count, "error_url": error_url or ""}
+        return self._finish(job_id, from_state, "failed", fields)
+
+    def finish(self, manifest: Manifest, from_state: str) -> str:
+        """End a job whose manifest is written. 'ok', or the state that forbids it."""
+        fields = {
+            "output_url": manifest.output.url,
+            "error_url": manifest.errors.url if manifest.errors else "",
+            "remaining_url": manifest.remaining or "",
+        }
+        return self._finish(manifest.job_id, from_state, manifest.state, fields)
+
+    def cancel(self, job_id: str) -> str:
+        """Stop a job. 'ok', or the state that forbids it."""
+        keys = self._keys(job_id, "job", "ready", "leases", "own", "progress")
+        return cast(str, self._run("cancel", [*keys, self._active(job_id)], [job_id, _now()]))
+
+    def reopen(self, spec: JobSpec, shard: int, record: SegmentRecord) -> bool:
+        """Run a shard again whose committed segment has vanished from storage."""
+        raw = self.client.hget(self._key(spec.id, "commit"), str(shard))
+        if raw is None or load_record(cast(str, raw)) != record:
+            return False
+        keys = self._keys(spec.id, "job", "ready", "commit")
+        args = [spec.id, spec.created_at, shard, raw, *_counts(record)]
+        return bool(self._run("reopen", [*keys, self._active(spec.id), self._key(spec.id, "tries")], args))
+
+    # --- leases -------------------------------------------------------------------------------------------------
+
+    def lease(self, model: str, attempt: str, ttl: float) -> Lease | None:
+        """The next shard of the model's jobs, or None if none is ready.
+
+        The job with the fewest shards in work comes first, then the oldest: a large job does not starve a small one.
+        """
+        for job_id in self._candidates(model):
+            spec = self.spec(job_id)
+            keys = self._keys(job_id, "job", "ready", "leases", "own", "commit", "tries", "shards")
+            args = [job_id, attempt, _ms(ttl), spec.max_tries, _now()]
+            reply = self._run("lease", [*keys, f"pm:active:{model_key(model)}"], args)
+            if reply[0] == "ok":
+                return Lease(spec, load_shard(reply[3]), attempt, int(reply[2]))
+        return None
+
+    def beat(self, leases: Sequence[tuple[Lease, int]], ttl: float) -> list[Verdict]:
+        """Keep leases alive, each with the rows done in it; one round trip for all."""
+        if not leases:
+            return []
+        pipe = self.client.pipeline(transaction=False)
+        for lease, rows_done in leases:
+            keys = self._keys(lease.job_id, "job", "leases", "own", "progress")
+            self._scripts["beat"](keys=keys, args=[lease.shard.index, lease.attempt, _ms(ttl), rows_done], client=pipe)
+        return cast(list[Verdict], pipe.execute())
+
+    def commit(self, lease: Lease, record: SegmentRecord) -> Verdict:
+        """Make the lease's segment the result of its shard: see lua/commit.lua."""
+        keys = self._keys(lease.job_id, "job", "leases", "own", "commit", "progress")
+        args = [lease.job_id, lease.shard.index, lease.attempt, record.model_dump_json(), _now(), *_counts(record)]
+        return cast(Verdict, self._run("commit", [*keys, self._active(lease.job_id)], args))
+
+    def give_back(self, lease: Lease) -> bool:
+        """Put the shard back because this worker was asked to stop. The try does not count."""
+        return self._release(lease, "")
+
+    def release(self, lease: Lease, fault: str) -> bool:
+        """Put the shard back because this try failed; the try counts, and people can see the fault."""
+        return self._release(lease, fault or "unknown fault")
+
+    def expire(self, job_id: str, limit: int = 1000) -> tuple[int, int, int]:
+        """Take back shards whose leases ran out: (expired, ready, leased)."""
+        keys = self._keys(job_id, "ready", "leases", "own", "progress")
+        expired, ready, leased = self._run("expire", keys, [limit])
+        return int(expired), int(ready), int(leased)
+
+    # --- questions ----------------------------------------------------------------------------------------------
+
+    def spec(self, job_id: str) -> JobSpec:
+        """Raises UsageError for a job that is not there."""
+        data = self.client.hget(self._key(job_id, "job"), "spec")
+        if data is None:
+            raise _no_such_job(job_id)
+        return JobSpec.model_validate_json(cast(str, data))
+
+    def state(self, job_id: str) -> str | None:
+        return cast(str | None, self.client.hget(self._key(job_id, "job"), "state"))
+
+    def records(self, job_id: str) -> dict[int, SegmentRecord | DeadShard]:
+        """The commit records of a job by shard."""
+        found = cast(dict[str, str], self.client.hgetall(self._key(job_id, "commit")))
+        return {int(shard): load_record(data) for shard, data in found.items()}
+
+    def faults(self, job_id: str) -> dict[int, str]:
+        """Why shards were put back last."""
+        return {int(k): v for k, v in cast(dict[str, str], self.client.hgetall(self._key(job_id, "faults"))).items()}
+
+    def live_jobs(self) -> list[str]:
+        """The jobs that have not ended, oldest first."""
+        return cast(list[str], self.client.zrange("pm:live", 0, -1))
+
+    def job_ids(self, limit: int) -> list[str]:
+        """The newest jobs, newest first."""
+        return cast(list[str], self.client.zrange("pm:jobs", 0, limit - 1, desc=True))
+
+    def view(self, job_id: str) -> JobView:
+        """The job as people see it. Raises UsageError if there is none of that id."""
+        pipe = self.client.pipeline(transaction=True)
+        pipe.hgetall(self._key(job_id, "job"))
+        pipe.hvals(self._key(job_id, "progress"))
+        pipe.zcard(self._key(job_id, "leases"))
+        fields, progress, leased = pipe.execute()
+        if "spec" not in fields:
+            raise _no_such_job(job_id)
+        spec = JobSpec.model_validate_json(fields["spec"])
+        view = _view(spec, fields, sum(map(int, progress)), leased)
+        return view if view.terminal else view.model_copy(update={"reason": self._reason(view)})
+
+    # --- workers ------------------------------------------------------------------------------------------------
+
+    def announce(self, worker: WorkerView, ttl: float) -> None:
+        """Say that a worker lives; it is forgotten `ttl` seconds after its last word."""
+        pipe = self.client.pipeline()
+        pipe.set(f"pm:worker:{worker.id}", worker.model_dump_json(), px=_ms(ttl))
+        pipe.sadd("pm:workers", worker.id)
+        pipe.execute()
+
+    def withdraw(self, worker_id: str) -> None:
+        self.client.delete(f"pm:worker:{worker_id}")
+        self.client.srem("pm:workers", worker_id)
+
+    def workers(self) -> list[WorkerView]:
+        """The live workers, by id."""
+        ids = sorted(cast(set[str], self.client.smembers("pm:workers")))
+        if not ids:
+            return []
+        found = dict(zip(ids, cast(list[str | None], self.client.mget([f"pm:worker:{i}" for i in ids])), strict=True))
+        if gone := [worker_id for worker_id, data in found.items() if data is None]:
+            self.client.srem("pm:workers", *gone)
+        return [WorkerView.model_validate_json(data) for data in found.values() if data is not None]
+
+    def lock(self, job_id: str, what: str, ttl: float) -> Lock:
+        """A lock that saves doing the same work twice; what it guards may be repeated, so two holders do no harm."""
+        name = self._key(job_id, f"lock:{what}")
+        return cast(Lock, self.client.lock(name, timeout=ttl, blocking=False, thread_local=False))
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _key(self, job_id: str, name: str) -> str:
+        return f"pm:{{{job_id}}}:{name}"
+
+    def _keys(self, job_id: str, *names: str) -> list[str]:
+        return [self._key(job_id, name) for name in names]
+
+    def _active(self, job_id: str) -> str:
+        key = cast(str | None, self.client.hget(self._key(job_id, "job"), "model_key"))
+        return f"pm:active:{key or ''}"
+
+    def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
+        return self._scripts[name](keys=keys, args=args)
+
+    def _finish(self, job_id: str, from_state: str, to_state: str, fields: dict[str, Any]) -> str:
+        keys = self._keys(job_id, "job", "ready", "leases", "own", "progress", "shards")
+        keys = [keys[0], "pm:live", self._active(job_id), *keys[1:]]
+        return cast(str, self._run("finish", keys, [job_id, from_state, to_state, _now(), *_flat(fields)]))
+
+    def _release(self, lease: Lease, fault: str) -> bool:
+        keys = self._keys(lease.job_id, "ready", "leases", "own", "tries", "progress", "faults")
+        return bool(self._run("release", keys, [lease.shard.index, lease.attempt, fault]))
+
+    def _candidates(self, model: str) -> list[str]:
+        job_ids = cast(list[str], self.client.zrange(f"pm:active:{model_key(model)}", 0, -1))
+        pipe = self.client.pipeline(transaction=False)
+        for job_id in job_ids:
+            pipe.zcard(self._key(job_id, "ready"))
+            pipe.zcard(self._key(job_id, "leases"))
+        counts = pipe.execute()
+        waiting = [
+            (leased, place, job_id)
+            for place, (job_id, ready, leased) in enumerate(zip(job_ids, counts[::2], counts[1::2], strict=True))
+            if ready
+        ]
+        return [job_id for _, _, job_id in sorted(waiting)]
+
+    def _reason(self, view: JobView) -> str | None:
+        """Why a job makes no progress, where that can be told."""
+        if view.state != "in_progress":
+            return None
+        serving = [worker for worker in self.workers() if worker.model == view.model]
+        if not serving:
+            return (
+                f"no live worker serves the model {view.model!r}; start one with `pagemill worker --model {view.model}`"
+            )
+        faults = self.faults(view.id)
+        if faults:
+            shard, fault = next(iter(faults.items()))
+            return f"shard {shard} is tried again: {fault}"
+        if not view.leased:
+            return f"waiting for a free slot of {len(serving)} worker(s)"
+        return None
+
+
+def _no_such_job(job_id: str) -> UsageError:
+    return UsageError(f"There is no job {job_id!r}.", code="no_such_job", hint="`pagemill list` shows the jobs.")
+
+
+def _view(spec: JobSpec, fields: dict[str, str], in_flight: int, leased: int) -> JobView:
+    def number(name: str) -> int | None:
+        return int(fields[name]) if name in fields else None
+
+    state = cast(Any, fields["state"])
+    return JobView(
+        id=spec.id,
+        state=state,
+        model=spec.model,
+        created_at=spec.created_at,
+        rows=number("rows"),
+        done=number("done") or 0,
+        failed=number("failed") or 0,
+        in_flight=in_flight,
+        shards=number("total"),
+        settled=number("settled") or 0,
+        leased=leased,
+        usage=Usage(**{name: number(name) or 0 for name in _COUNTERS[2:]}),
+        in_progress_at=number("in_progress_at"),
+        finalizing_at=number("finalizing_at"),
+        ended_at=number(f"{state}_at") if state in TERMINAL else None,
+        output_url=fields.get("output_url", spec.output_url),
+        error_url=fields.get("error_url") or None,
+        remaining_url=fields.get("remaining_url") or None,
+        errors=tuple(RowError.model_validate(error) for error in json.loads(fields.get("errors", "[]"))),
+        error_count=number("error_count") or 0,
+    )
+
+
+def _counts(record: SegmentRecord) -> list[int]:
+    usage = record.usage
+    return [record.ok, record.failed, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+
+
+def _dump_errors(errors: Sequence[RowError]) -> str:
+    return json.dumps([error.model_dump(exclude_none=True) for error in errors])
+
+
+def _flat(fields: dict[str, Any]) -> list[Any]:
+    return [item for pair in fields.items() for item in pair]
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
+def _now() -> int:
+    return int(time.time())

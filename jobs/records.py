@@ -1,0 +1,157 @@
+"""What the ledger and the manifest say of finished work."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from jobs.errors import RowError
+from jobs.layout import JobLayout
+from jobs.storage import ObjectInfo
+
+JobState = Literal[
+    "validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired"
+]
+TERMINAL: frozenset[str] = frozenset({"completed", "failed", "cancelled", "expired"})
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Usage(_Frozen):
+    """Tokens; the cached ones are among the prompt's."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+        )
+
+
+class Part(_Frozen):
+    """One object of a segment: its output lines, or its error lines."""
+
+    size: int
+    etag: str
+    sha256: str
+    lines: int
+
+
+class SegmentRecord(_Frozen):
+    """The commit record of a shard: which attempt's segment is its result, and what that holds.
+
+    `engine` names what computed it (model, dtype), so that a result mixed from two kinds of workers shows.
+    """
+
+    attempt: str
+    fence: int
+    ok: int
+    failed: int
+    usage: Usage = Usage()
+    output: Part | None = None
+    errors: Part | None = None
+    engine: str = ""
+
+    def objects(self, layout: JobLayout, shard: int) -> tuple[ObjectInfo | None, ObjectInfo | None]:
+        """The output object and the error object, as they were when they were put; None where there are no lines."""
+
+        def info(part: Part | None, suffix: str) -> ObjectInfo | None:
+            if part is None:
+                return None
+            return ObjectInfo(layout.segment(shard, self.fence, self.attempt, suffix), part.size, part.etag)
+
+        return info(self.output, ""), info(self.errors, ".errors")
+
+
+class DeadShard(_Frozen):
+    """The commit record of a shard that was tried too often: each of its rows is an error."""
+
+    dead: Literal[True]
+    tries: int
+
+
+def load_record(data: str) -> SegmentRecord | DeadShard:
+    return DeadShard.model_validate_json(data) if '"dead"' in data[:16] else SegmentRecord.model_validate_json(data)
+
+
+class ManifestSegment(_Frozen):
+    shard: int
+    first_row: int
+    rows: int
+    record: SegmentRecord
+
+
+class ResultFile(_Frozen):
+    url: str
+    size: int
+    lines: int
+
+
+class Manifest(_Frozen):
+    """The truth about a finished job: readers need nothing else. It lists exactly one segment a shard, in order."""
+
+    job_id: str
+    spec_fingerprint: str
+    state: JobState
+    rows: int
+    ok: int
+    failed: int
+    usage: Usage
+    output: ResultFile
+    errors: ResultFile | None
+    remaining: str | None
+    engines: tuple[str, ...]
+    segments: tuple[ManifestSegment, ...]
+
+
+class JobView(_Frozen):
+    """A job as people see it. Times are Unix seconds; `in_flight` rows are done in shards not yet committed."""
+
+    id: str
+    state: JobState
+    model: str
+    created_at: int
+    rows: int | None = None
+    done: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    shards: int | None = None
+    settled: int = 0
+    leased: int = 0
+    usage: Usage = Usage()
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    ended_at: int | None = None
+    output_url: str = ""
+    error_url: str | None = None
+    remaining_url: str | None = None
+    errors: tuple[RowError, ...] = ()
+    error_count: int = 0
+    reason: str | None = None
+
+    @property
+    def terminal(self) -> bool:
+        return self.state in TERMINAL
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+
+class WorkerView(_Frozen):
+    """A live worker. `slots` is how many shards it holds at most, `busy` how many it holds now."""
+
+    id: str
+    model: str
+    slots: int
+    busy: int
+    host: str
+    pid: int
+    engine: str
+    engine_pid: int | None = None
+    engine_restarts: int = 0
+    tokens_per_second: float = 0.0

@@ -1,0 +1,152 @@
+"""The two kinds of worker: one serves a model, the other plans, assembles and sweeps. Both are Celery workers."""
+
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
+
+from celery import Celery, signals
+
+from engine.config import EngineConfig
+from engine.info import EngineInfo
+from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, SWEEP, WORK, Tokens, make_app, model_queue
+from jobs.control import Control
+from jobs.ledger import Ledger, connect
+from jobs.records import WorkerView
+from jobs.settings import Settings
+from jobs.storage import Stores
+from workers.heartbeat import Heartbeat
+from workers.host import EngineHost
+from workers.slot import SlotContext, Stopping, work
+
+log = logging.getLogger(__name__)
+
+_EXIT_STUCK = 70
+_CONTROL_SLOTS = 4
+_USUAL_SHARD_ROWS = 256
+_ENGINE_STOP_S = 1.0
+
+
+def serve_model(settings: Settings, config: EngineConfig, *, served_name: str, slots: int | None) -> int:
+    """Run a worker for one model until it is told to stop; returns its exit code.
+
+    Raises ServiceUnreachable before, and the engine's own error if the model cannot be loaded.
+    """
+    ledger = Ledger(connect(settings.ledger_url))
+    host = EngineHost(config)
+    info = host.start()
+    try:
+        slots = slots or slots_for(info.max_num_seqs)
+        app = make_app(settings)
+        context = _slot_context(settings, ledger, Tokens(app), host, info, served_name, slots)
+        app.task(name=WORK)(lambda model: work(model, context))
+        context.heartbeat.start()
+        log.info("serving %s (%s on %s) with %d slots", served_name, info.dtype, info.device, slots)
+        try:
+            return _run(app, settings, model_queue(served_name), slots, context.stopping.set)
+        finally:
+            context.heartbeat.stop()
+    finally:
+        host.stop(_ENGINE_STOP_S)
+
+
+def serve_control(settings: Settings) -> int:
+    """Run a worker that plans, assembles and sweeps, until it is told to stop; returns its exit code."""
+    ledger = Ledger(connect(settings.ledger_url))
+    app = make_app(settings)
+    control = Control(ledger, Stores(settings), Tokens(app), settings)
+    app.task(name=PLAN)(control.plan)
+    app.task(name=ASSEMBLE)(control.assemble)
+    app.task(name=SWEEP)(control.sweep)
+    control.sweep()  # what was left standing need not wait for the next beat
+    return _run(app, settings, CONTROL_QUEUE, _CONTROL_SLOTS, lambda: None)
+
+
+def slots_for(max_num_seqs: int) -> int:
+    """How many shards to hold at once: enough rows for two full batches, and one shard that is ending."""
+    return max(2, math.ceil(2 * max_num_seqs / _USUAL_SHARD_ROWS) + 1)
+
+
+def _slot_context(
+    settings: Settings,
+    ledger: Ledger,
+    tokens: Tokens,
+    host: EngineHost,
+    info: EngineInfo,
+    served_name: str,
+    slots: int,
+) -> SlotContext:
+    worker_id = f"{socket.gethostname()}-{uuid4().hex[:12]}"
+    rate = Rate()
+
+    def describe(busy: int) -> WorkerView:
+        return WorkerView(
+            id=worker_id,
+            model=served_name,
+            slots=slots,
+            busy=busy,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            engine=_engine_name(info),
+            engine_pid=host.engine_pid,
+            engine_restarts=host.restarts,
+            tokens_per_second=rate.of(host.stats().generated_tokens),
+        )
+
+    return SlotContext(
+        ledger=ledger,
+        stores=Stores(settings),
+        tokens=tokens,
+        host=host,
+        heartbeat=Heartbeat(ledger, settings.lease_ttl, describe),
+        stopping=Stopping(),
+        lease_ttl=settings.lease_ttl,
+        window=2 * info.max_num_seqs,
+        engine_name=_engine_name(info),
+    )
+
+
+def _engine_name(info: EngineInfo) -> str:
+    return f"{info.model} {info.dtype} {info.device}"
+
+
+class Rate:
+    """Tokens per second between two looks at a counter."""
+
+    def __init__(self) -> None:
+        self._count, self._at = 0, time.monotonic()
+
+    def of(self, count: int) -> float:
+        now = time.monotonic()
+        # A restarted engine counts from zero.
+        rate = max(0, count - self._count) / max(now - self._at, 1e-3)
+        self._count, self._at = count, now
+        return round(rate, 1)
+
+
+def _run(app: Celery, settings: Settings, queue: str, slots: int, on_stop: Callable[[], None]) -> int:
+    def stop(**_: Any) -> None:
+        on_stop()
+        # Slots answer within a step; should one not, leases and not patience are what recovers its shard.
+        deadline = threading.Timer(settings.stop_grace, os._exit, [_EXIT_STUCK])
+        deadline.daemon = True
+        deadline.start()
+
+    signals.worker_shutting_down.connect(stop, weak=False)
+    worker = app.Worker(
+        hostname=f"{queue}-{os.getpid()}@{socket.gethostname()}",
+        pool_cls="threads",
+        concurrency=slots,
+        queues=[queue],
+        without_gossip=True,
+        without_mingle=True,
+        without_heartbeat=True,
+        loglevel=logging.WARNING,
+    )
+    worker.start()
+    return int(worker.exitcode or 0)

@@ -1,0 +1,187 @@
+"""The engine process and its keeper: it is restarted when it dies, and what was in flight is asked again.
+
+    row ── submit ──► call ──► engine process ──► answer
+                       ▲             │ dies
+                       └── replayed ─┘     a call that was in flight at two deaths is a suspect: suspects run alone, and
+                                           the one that kills the engine on its own has found its error
+
+A fault of the machine kills calls that would do no harm, so one death accuses nobody.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from engine.errors import EngineDied, EngineError, RequestError
+from engine.info import EngineInfo, EngineStats
+from engine.outputs import RequestOutput
+from engine.process import EngineProcess
+from workers.render import EngineRequest
+
+log = logging.getLogger(__name__)
+
+_SUSPECT_AFTER_DEATHS = 2
+_RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 0.5, 30.0
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One request, for as long as it takes to be answered, over as many engine processes as that needs."""
+
+    request: EngineRequest
+    answer: "Future[RequestOutput]" = field(default_factory=Future)
+    deaths: int = 0
+    inner: "Future[RequestOutput] | None" = None
+    aborted: bool = False
+
+
+class EngineHost:
+    """Owns the engine of this worker. All methods may be called from any thread.
+
+    The keeper thread alone starts engines; the lock guards the sets of calls.
+    """
+
+    def __init__(
+        self, config: EngineConfig, make_engine: Callable[[EngineConfig], EngineProcess] = EngineProcess
+    ) -> None:
+        self._config = config
+        self._make_engine = make_engine
+        self._engine = make_engine(config)
+        self._info: EngineInfo | None = None
+        self._lock = threading.Lock()
+        self._up = False
+        self._in_flight: set[Call] = set()
+        self._held: deque[Call] = deque()
+        self._suspects: deque[Call] = deque()
+        self._stopping = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="engine-keeper", daemon=True)
+        self.restarts = 0
+
+    def start(self) -> EngineInfo:
+        """Start the engine, and return when it can answer. Raises the engine's own error if the model does not load."""
+        self._info = self._engine.start()
+        self._up = True
+        self._keeper.start()
+        return self._info
+
+    def submit(self, request: EngineRequest) -> Call:
+        """Ask the engine; `answer` of the call is set once, whatever happens to engine processes meanwhile.
+
+        It raises EngineDied only if the host is stopped first.
+        """
+        call = Call(request)
+        with self._lock:
+            self._held.append(call)
+            self._dispatch()
+        return call
+
+    def abort(self, calls: list[Call]) -> None:
+        """Give up on calls: nobody waits for their answers any more."""
+        with self._lock:
+            for call in calls:
+                call.aborted = True
+            self._held = deque(call for call in self._held if not call.aborted)
+            self._suspects = deque(call for call in self._suspects if not call.aborted)
+            inner = [call.inner for call in calls if call in self._in_flight and call.inner is not None]
+        for future in inner:
+            self._engine.abort(future)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.pid
+
+    def stop(self, timeout_s: float = 3) -> None:
+        """End the engine; calls that are open raise EngineDied."""
+        self._stopping.set()
+        self._engine.stop(timeout_s)
+        if self._keeper.is_alive():
+            self._keeper.join()
+        with self._lock:
+            orphans = [*self._held, *self._suspects, *self._in_flight]
+            self._held.clear()
+            self._suspects.clear()
+            self._in_flight.clear()
+        for call in orphans:
+            call.answer.set_exception(EngineDied("The worker stops its engine."))
+
+    def _dispatch(self) -> None:
+        """Send what may be sent now. The caller holds the lock."""
+        if not self._up:
+            return
+        if self._suspects:
+            # A suspect runs with nobody beside it, so that its guilt or innocence is plain.
+            if not self._in_flight:
+                self._send(self._suspects.popleft())
+            return
+        while self._held:
+            self._send(self._held.popleft())
+
+    def _send(self, call: Call) -> None:
+        self._in_flight.add(call)
+        call.inner = self._engine.submit(call.request.prompt, call.request.params)
+        call.inner.add_done_callback(lambda future: self._answered(call, future))
+
+    def _answered(self, call: Call, future: "Future[RequestOutput]") -> None:
+        if future.exception() is not None:
+            return  # the engine died; the keeper deals with all that was in flight at once
+        with self._lock:
+            self._in_flight.discard(call)
+            self._dispatch()
+        call.answer.set_result(future.result())
+
+    def _keep(self) -> None:
+        """The keeper thread: waits for a death, sorts out who may have caused it, starts the next engine."""
+        delay = _RESTART_DELAY_S
+        while True:
+            born = time.monotonic()
+            self._engine.died.wait()
+            if self._stopping.is_set():
+                return
+            delay = (
+                _RESTART_DELAY_S
+                if time.monotonic() - born > _MAX_RESTART_DELAY_S
+                else min(delay * 2, _MAX_RESTART_DELAY_S)
+            )
+            self._sort_out_victims()
+            if not self._restart(delay):
+                return
+
+    def _sort_out_victims(self) -> None:
+        with self._lock:
+            self._up = False
+            victims = [call for call in self._in_flight if not call.aborted]
+            self._in_flight.clear()
+            for call in victims:
+                call.deaths += 1
+            guilty = victims[0] if len(victims) == 1 and victims[0].deaths > _SUSPECT_AFTER_DEATHS else None
+            self._suspects.extend(c for c in victims if c is not guilty and c.deaths >= _SUSPECT_AFTER_DEATHS)
+            self._held.extendleft(c for c in victims if c.deaths < _SUSPECT_AFTER_DEATHS)
+        log.error("the engine died with %d request(s) in flight; starting it again", len(victims))
+        if guilty is not None:
+            guilty.answer.set_exception(
+                RequestError("The engine died each time it ran this request, the last time alone.", code="engine_error")
+            )
+
+    def _restart(self, delay: float) -> bool:
+        while not self._stopping.wait(delay):
+            self._engine = self._make_engine(self._config)
+            try:
+                self._engine.start()
+            except EngineError as error:
+                log.error("the engine does not start again: %s", error)
+                delay = min(delay * 2, _MAX_RESTART_DELAY_S)
+                continue
+            self.restarts += 1
+            with self._lock:
+                self._up = True
+                self._dispatch()
+            return True
+        return False

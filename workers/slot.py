@@ -1,0 +1,264 @@
+"""A slot: leases a shard, streams its rows through the engine, commits the segment, and takes the next.
+
+Each token of the queue occupies one slot, until no shard is ready. Several slots feed one engine, so that its batch
+does not drain at the end of a shard.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Literal, TypeVar
+from uuid import uuid4
+
+from redis.exceptions import RedisError
+
+from engine.errors import EngineDied, RequestError
+from engine.outputs import RequestOutput
+from jobs.broker import Tokens
+from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable
+from jobs.ledger import Lease, Ledger
+from jobs.planner import PlannedRow, shard_rows
+from jobs.records import SegmentRecord
+from jobs.results import Completion, lines_for
+from jobs.rows import Row
+from jobs.storage import Stores
+from workers.heartbeat import Heartbeat, Held
+from workers.host import Call, EngineHost
+from workers.render import outcome_of, request_for, row_error
+from workers.spool import Spool
+
+log = logging.getLogger(__name__)
+
+_RETRY_S, _MAX_RETRY_S = 0.5, 15.0
+
+T = TypeVar("T")
+
+Signal = Literal["ended"]
+"""The lease is no longer ours, or the worker stops: whatever is being waited for, stop waiting."""
+
+
+class ShardAbandoned(Exception):
+    """This attempt ends without a commit: `why` is what the heartbeat, the commit or the worker said."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContext:
+    """What all slots of a worker share. `window` is how many rows of a shard may be in the engine at once."""
+
+    ledger: Ledger
+    stores: Stores
+    tokens: Tokens
+    host: EngineHost
+    heartbeat: Heartbeat
+    stopping: "Stopping"
+    lease_ttl: float
+    window: int
+    engine_name: str
+
+
+class Stopping:
+    """The worker was asked to stop. Slots that wait for answers are woken."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._listeners: set[Callable[[], None]] = set()
+
+    def set(self) -> None:
+        """May be called from a signal handler: it takes no lock that the interrupted thread could hold."""
+        self._event.set()
+        threading.Thread(target=self._wake, name="stop", daemon=True).start()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._event.wait(timeout_s)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        with self._lock:
+            self._listeners.add(listener)
+        if self._event.is_set():
+            listener()
+
+    def forget(self, listener: Callable[[], None]) -> None:
+        with self._lock:
+            self._listeners.discard(listener)
+
+    def _wake(self) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+
+def work(model: str, context: SlotContext) -> None:
+    """Run shards of a model's jobs until none is ready, or the worker stops."""
+    while not context.stopping.is_set():
+        try:
+            lease = context.ledger.lease(model, uuid4().hex, context.lease_ttl)
+        except RedisError as error:
+            log.warning("cannot lease, the ledger does not answer: %s", error)
+            if context.stopping.wait(_RETRY_S):
+                return
+            continue
+        if lease is None:
+            return
+        Attempt(lease, context).run()
+
+
+class Attempt:
+    """One attempt at one shard.
+
+    In order: rows are answered and spooled, the segment is put, the record is committed. A stop before the commit
+    leaves at most an object that nobody refers to, and the shard runs again.
+    """
+
+    def __init__(self, lease: Lease, context: SlotContext) -> None:
+        self._lease = lease
+        self._context = context
+        self._events: SimpleQueue[int | Signal] = SimpleQueue()
+        self._ended: str | None = None
+        self._calls: dict[int, tuple[PlannedRow, Call]] = {}
+        self._settled: dict[int, tuple[PlannedRow, Completion | RowError]] = {}
+        self._next_row = lease.shard.first_row
+
+    def run(self) -> None:
+        context, lease = self._context, self._lease
+        context.stopping.listen(self._stop)
+        try:
+            with Spool() as spool:
+                context.heartbeat.hold(Held(lease, lambda: spool.rows, self._end))
+                self._answer_rows(spool)
+                self._commit(self._put(spool))
+        except ShardAbandoned as abandoned:
+            log.info("job %s shard %d: abandoned (%s)", lease.job_id, lease.shard.index, abandoned.why)
+            if abandoned.why == "stopping":
+                self._give_back()
+        except (PagemillError, OSError) as error:
+            log.error("job %s shard %d: %s", lease.job_id, lease.shard.index, error)
+            self._persistently(partial(self._give_up, error))
+        finally:
+            context.heartbeat.drop(lease)
+            context.stopping.forget(self._stop)
+            context.host.abort([call for _, call in self._calls.values()])
+
+    # --- rows ---------------------------------------------------------------------------------------------------
+
+    def _answer_rows(self, spool: Spool) -> None:
+        rows = shard_rows(self._lease.spec, self._context.stores, self._lease.shard)
+        exhausted = False
+        while not exhausted or self._calls:
+            while not exhausted and len(self._calls) + len(self._settled) < self._context.window:
+                self._raise_if_ended()
+                if (planned := next(rows, None)) is None:
+                    exhausted = True
+                else:
+                    self._ask(planned)
+            self._spool_settled(spool)
+            if self._calls:
+                self._await_one()
+        self._spool_settled(spool)
+        if spool.rows != self._lease.shard.rows:
+            raise PagemillError(
+                f"Only {spool.rows} of {self._lease.shard.rows} rows were answered.", code="short_segment"
+            )
+
+    def _ask(self, planned: PlannedRow) -> None:
+        if not isinstance(planned.row, Row):
+            self._settled[planned.index] = (planned, planned.row)
+            return
+        try:
+            request = request_for(self._lease.job_id, planned.index, planned.row)
+        except RequestError as error:
+            self._settled[planned.index] = (planned, row_error(planned.row, error.code, str(error), error.field))
+            return
+        call = self._context.host.submit(request)
+        self._calls[planned.index] = (planned, call)
+        call.answer.add_done_callback(lambda _: self._events.put(planned.index))
+
+    def _await_one(self) -> None:
+        event = self._events.get()
+        if event == "ended":
+            self._raise_if_ended()
+            return
+        planned, call = self._calls.pop(event)
+        self._settled[event] = (planned, self._outcome(planned, call.answer))
+
+    def _outcome(self, planned: PlannedRow, answer: "Future[RequestOutput]") -> Completion | RowError:
+        row = planned.row
+        if not isinstance(row, Row):
+            raise TypeError("a refused row was asked of the engine")
+        try:
+            return outcome_of(row, answer.result())
+        except RequestError as error:
+            return row_error(row, error.code, str(error), error.field)
+        except EngineDied:
+            raise ShardAbandoned("stopping") from None
+
+    def _spool_settled(self, spool: Spool) -> None:
+        """Write what is settled as far as there is no gap: the segment is in row order."""
+        while (found := self._settled.pop(self._next_row, None)) is not None:
+            planned, outcome = found
+            row = planned.row if isinstance(planned.row, Row) else None
+            spool.add(lines_for(self._lease.spec, planned.index, planned.line, row, outcome), outcome)
+            self._next_row += 1
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _put(self, spool: Spool) -> SegmentRecord:
+        context = self._context
+        return self._persistently(lambda: spool.put(self._lease.spec, self._lease, context.stores, context.engine_name))
+
+    def _commit(self, record: SegmentRecord) -> None:
+        verdict = self._persistently(lambda: self._context.ledger.commit(self._lease, record))
+        if verdict != "ok":
+            raise ShardAbandoned(verdict)
+        # Only for speed: were this lost, the sweeper would find the job `finalizing`.
+        if self._context.ledger.state(self._lease.job_id) == "finalizing":
+            self._context.tokens.assemble(self._lease.job_id)
+
+    def _give_back(self) -> None:
+        try:
+            self._context.ledger.give_back(self._lease)
+        except RedisError as error:
+            log.warning("job %s shard %d: not given back: %s", self._lease.job_id, self._lease.shard.index, error)
+
+    def _give_up(self, error: Exception) -> None:
+        if isinstance(error, InputChanged):
+            ledger, fault = self._context.ledger, RowError(code=error.code, message=str(error))
+            ledger.fail(self._lease.job_id, [fault], error_count=1, error_url=None, from_state="in_progress")
+        else:
+            self._context.ledger.release(self._lease, str(error))
+
+    def _persistently(self, act: Callable[[], T]) -> T:
+        """Do it again until the service answers: work that is done is not thrown away because a server restarts."""
+        delay = _RETRY_S
+        while True:
+            try:
+                return act()
+            except (RedisError, ServiceUnreachable) as error:
+                log.warning("job %s shard %d: %s; trying again", self._lease.job_id, self._lease.shard.index, error)
+                self._raise_if_ended()
+                self._context.stopping.wait(delay)
+                delay = min(delay * 2, _MAX_RETRY_S)
+
+    def _end(self, why: str) -> None:
+        """Heartbeat and stop call this, from their threads."""
+        self._ended = self._ended or why
+        self._events.put("ended")
+
+    def _stop(self) -> None:
+        self._end("stopping")
+
+    def _raise_if_ended(self) -> None:
+        if self._ended is not None:
+            raise ShardAbandoned(self._ended)
