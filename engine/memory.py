@@ -1,7 +1,7 @@
 """How large the KV pool is.
 
 CPU     half of what the machine has left once the model is loaded, and no more than lets every row of the batch
-        hold 2,048 tokens: what is not used by then only fills up with a cache that others could use
+        hold 1,024 tokens: what is not used by then only fills up with a cache that others could use
 CUDA    gpu_memory_utilization of the device, less what is in use, less what a step of full size takes
 """
 
@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.machine import available_memory
 
 _CPU_SHARE = 0.5
-_CPU_TOKENS_PER_ROW = 2048
+_CPU_TOKENS_PER_ROW = 1024
 _DEFAULT_GPU_UTILIZATION = 0.9
 
 

@@ -86,7 +86,7 @@ def conversations(count):
 
 def run(loaded, prompts, **options):
     """Answer `prompts` with an engine of its own, and return its outputs in order, and its statistics."""
-    core = assemble_engine(EngineConfig("demo", **options), loaded, CPU)
+    core = assemble_engine(EngineConfig("demo", **{"num_kv_blocks": 1024, **options}), loaded, CPU)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
     core.add_requests(NewRequest(index, prompt, params) for index, prompt in enumerate(prompts))
     outputs = []
@@ -112,7 +112,6 @@ def check_equal(outputs, expected):
     [
         pytest.param({}, id="default options"),
         pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16 tokens"),
-        pytest.param({"max_num_seqs": 3, "block_size": 16}, id="three rows and blocks of 16"),
         pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
     ],
 )
