@@ -1,0 +1,45 @@
+"""How large the KV pool becomes, and the full step that measures what it must leave free."""
+
+import pytest
+import torch
+
+from engine import ConfigError, EngineConfig, build, memory
+from engine.loader import load
+from tests.engine.models_fixture import tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def size(available, monkeypatch, config=None, **options):
+    monkeypatch.setattr(memory, "available_memory", lambda: available)
+    arguments = {"bytes_per_token": 1000, "tokens_per_request": 8192, "max_num_seqs": 10, **options}
+    return memory.size_kv_pool(config or EngineConfig("m"), CPU, run_full_step=lambda: None, **arguments)
+
+
+def test_on_a_cpu_the_pool_is_half_of_what_is_left(monkeypatch):
+    assert size(6_400_000, monkeypatch) == 3_200_000 // 32_000
+
+
+def test_on_a_large_machine_it_is_what_the_rows_may_use(monkeypatch):
+    assert size(10**12, monkeypatch) == 10 * 1024 // 32
+    assert size(10**12, monkeypatch, tokens_per_request=64) == 10 * 64 // 32
+
+
+def test_a_size_that_was_asked_for_is_taken(monkeypatch):
+    assert size(0, monkeypatch, EngineConfig("m", num_kv_blocks=7)) == 7
+    assert size(0, monkeypatch, EngineConfig("m", kv_cache_memory=320_000)) == 10
+
+
+def test_no_room_is_an_error_that_says_how_little_there_is(monkeypatch):
+    with pytest.raises(ConfigError, match="With 5 MiB there is no room"):
+        size(10 * 2**20, monkeypatch, bytes_per_token=10**6)
+
+
+def test_the_measured_step_is_one_of_all_tokens_and_all_rows(tmp_path):
+    loaded = load(str(tiny_llama(tmp_path)), dtype=torch.float32, device=CPU)
+    seen = []
+    forward, logits = loaded.decoder.forward, loaded.decoder.logits
+    loaded.decoder.forward = lambda ids, *rest: (seen.append(len(ids)), forward(ids, *rest))[1]
+    loaded.decoder.logits = lambda hidden: (seen.append(len(hidden)), logits(hidden))[1]
+    build._run_full_step(EngineConfig("m", block_size=8), loaded, CPU, max_num_seqs=6, max_num_batched_tokens=60)
+    assert seen == [60, 6]
