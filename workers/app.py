@@ -44,7 +44,11 @@ def serve_model(settings: Settings, config: EngineConfig, *, served_name: str, s
         slots = slots or slots_for(info.max_num_seqs)
         app = make_app(settings)
         context = _slot_context(settings, ledger, Tokens(app), host, info, served_name, slots)
-        app.task(name=WORK)(lambda model: work(model, context))
+
+        @app.task(name=WORK)
+        def run_shards(model: str) -> None:
+            work(model, context)
+
         context.heartbeat.start()
         log.info("serving %s (%s on %s) with %d slots", served_name, info.dtype, info.device, slots)
         try:

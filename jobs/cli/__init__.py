@@ -66,8 +66,8 @@ def _make_app() -> typer.Typer:
         for name, command in commands.items():
             app.command(name, rich_help_panel=panel)(command)
     # Commands that run models come from the workers' room by entry point: this room does not import it.
-    for command in entry_points(group="pagemill.commands"):
-        app.command(command.name, rich_help_panel="Services")(command.load())
+    for plugin in entry_points(group="pagemill.commands"):
+        app.command(plugin.name, rich_help_panel="Services")(plugin.load())
     return app
 
 

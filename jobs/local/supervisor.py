@@ -19,14 +19,15 @@ log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 0.2, 10.0
-_LONG_LIFE_S = 30.0
+_LONG_LIFE_S, _MAX_SHORT_LIVES = 30.0, 5
 _READY_S, _POLL_S = 30.0, 0.05
 _TAIL_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process to keep running. One that exits with a usage error is not started again: it would say the same."""
+    """A process to keep running. One that exits with a usage error is not started again: it would say the
+    same. Nor is one that dies young five times in a row."""
 
     name: str
     argv: list[str]
@@ -101,16 +102,18 @@ class Supervisor:
 
     def _keep(self, child: Child) -> None:
         delay = _RESTART_DELAY_S
+        short_lives = 0
         while not self._stopping.is_set():
             born = time.monotonic()
             code = self._run(child)
             if self._stopping.is_set():
                 return
-            if code == EXIT_USAGE:
+            long_life = time.monotonic() - born > _LONG_LIFE_S
+            short_lives = 0 if long_life else short_lives + 1
+            if code == EXIT_USAGE or short_lives == _MAX_SHORT_LIVES:
                 self.failure = PagemillError(f"{child.name} cannot run: {self._last_words(child.name)}")
                 self.failed.set()
                 return
-            long_life = time.monotonic() - born > _LONG_LIFE_S
             delay = _RESTART_DELAY_S if long_life else min(delay * 2, _MAX_RESTART_DELAY_S)
             log.warning(
                 "%s ended with code %s and is started again; see %s", child.name, code, self.log_path(child.name)
