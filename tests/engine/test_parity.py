@@ -135,6 +135,7 @@ def test_answers_that_were_preempted_are_the_same(loaded, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_of_64_answers_at_most_one_differs_and_only_at_a_tie(loaded, reference):
     outputs, _ = run(loaded, conversations(64))
     prompts = [output.prompt_token_ids for output in outputs]
