@@ -28,11 +28,10 @@ def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     if not _packs(weight.dtype):
         return plain_linear(weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH_HINT)
-    single_row_differs = weight.dtype == torch.float32
 
     def apply(x: Tensor) -> Tensor:
-        if single_row_differs and x.shape[0] == 1:
-            # A float32 product of one row sums in another order than the same row among others: give it company.
+        if x.shape[0] == 1:
+            # A row alone is summed in another order than the same row among others: give it company.
             return multiply(x.expand(2, -1))[:1]
         return multiply(x)
 

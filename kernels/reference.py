@@ -46,12 +46,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
     """Store each token's key and value, `[num_tokens, num_kv_heads, head_dim]`, at its slot; slot -1 stores nothing."""
-    block_size = layer.key.shape[2]
-    written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    blocks, offsets = slots // block_size, slots % block_size
-    layer.key[blocks, :, offsets] = key[written]
-    layer.value[blocks, :, offsets] = value[written]
+    num_kv_heads, block_size, head_dim = layer.key.shape[1:]
+    slots = slot_mapping.clamp(min=0).unsqueeze(1)
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    rows = ((slots // block_size * num_kv_heads + heads) * block_size + slots % block_size).flatten()
+    # What stores nothing writes zeros over the null block's zeros, so that no device is asked which tokens these are.
+    skipped = (slot_mapping < 0)[:, None, None]
+    for cache, new in ((layer.key, key), (layer.value, value)):
+        cache.view(-1, head_dim).index_copy_(0, rows, new.masked_fill(skipped, 0).flatten(0, 1))
 
 
 def paged_attention(query: Tensor, layer: LayerKV, batch: AttentionBatch, scale: float) -> Tensor:

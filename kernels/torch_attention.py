@@ -81,7 +81,11 @@ def _attend(query: Tensor, layer: LayerKV, group: TileGroup, scale: float) -> Te
     value = _gather(layer.value, group.head_blocks, len(rows))
     # A zero weight does not silence a NaN or infinity that a block's former owner left.
     value.view(-1, head_dim).index_fill_(0, group.stale, 0)
-    return torch.bmm(weights, value).view(folded.shape).transpose(1, 2).reshape(query.shape)
+    if weights.shape[1] == 1:
+        # Over thousands of keys a row alone is summed in another order than the same row among others.
+        weights = weights.expand(-1, 2, -1)
+    attended = torch.bmm(weights, value)[:, : rows.shape[1]]
+    return attended.view(folded.shape).transpose(1, 2).reshape(query.shape)
 
 
 def _gather(cache: Tensor, head_blocks: Tensor, num_heads: int) -> Tensor:

@@ -131,3 +131,13 @@ def test_a_prompt_has_the_same_bits_whole_and_in_chunks(heads, head_dim, length,
     for start, end in itertools.pairwise(bounds):
         chunk = Chunk(blocks, start, end - start)
         assert torch.equal(attend(query[start:end], kv, flat_batch([chunk], 16)), expected[start:end])
+
+
+def test_a_token_after_thousands_has_the_same_bits_as_a_decode_row_and_in_a_chunk():
+    blocks = tuple(range(1, 129))
+    chunk = Chunk(blocks, 4096 - 64, 64)
+    kv = filled_cache([chunk], 32, 4, 64, torch.bfloat16)
+    query = torch.randn(64, 4, 64).bfloat16()
+    together = attend(query, kv, flat_batch([chunk], 32))
+    decoded = [attend(query[row : row + 1], kv, flat_batch([Chunk(blocks, 4032 + row, 1)], 32)) for row in range(64)]
+    assert torch.equal(torch.cat(decoded), together)
