@@ -100,8 +100,8 @@ class GgufFile:
             value = default
         if isinstance(value, list):
             raise ModelNotSupported(f"{self.path}: {key} differs between layers, which does not run.")
-        if value is None or isinstance(value, str):
-            raise ModelFileInvalid(f"{self.path}: the metadata's {key} is {value!r}, not a number.")
+        if value is None or isinstance(value, str) or value <= 0:
+            raise ModelFileInvalid(f"{self.path}: the metadata's {key} is {value!r}, not a positive number.")
         return kind(value)
 
     def _refuse_unsupported(self, architecture: str) -> None:

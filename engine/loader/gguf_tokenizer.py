@@ -50,7 +50,10 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase | None:
     if model is None or model == "none":
         return None
     if model == "llama":  # SentencePiece, whose merges have to be derived from scores: Transformers does that
-        return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        try:
+            return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, ImportError) as error:
+            raise ModelFileInvalid(f"The tokenizer in {file.path} cannot be read ({error}).") from error
     if model != "gpt2":
         raise ModelNotSupported(f"{file.path}: tokenizers of type {model!r} do not run; gpt2 and llama do.")
     return _byte_level(file)

@@ -85,6 +85,9 @@ def write_gguf(
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
+    if pre == "sentencepiece":
+        write_sentencepiece(writer)
+        return
     vocab = byte_tokenizer().get_vocab()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -95,6 +98,17 @@ def write_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
     writer.add_eos_token_id(257)
     writer.add_add_bos_token(True)
     writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def write_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "▁h", "▁hi"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [-10.0, -11.0, -12.0, -1.0, -2.0])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 5)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
 
 
 @pytest.fixture
@@ -141,6 +155,14 @@ def test_the_tokenizer_in_a_gguf_file_knows_its_special_tokens_and_template(tmp_
     assert loaded.tokenizer("hi<|im_end|>").input_ids == [256, 260, 259]
     assert loaded.tokenizer.chat_template == CHAT_TEMPLATE
     assert loaded.eos_token_ids == {257, 259}
+
+
+def test_a_sentencepiece_tokenizer_is_read_with_its_byte_fallback(tmp_path, folder):
+    loaded = load_float32(write_gguf(tmp_path / "tiny.gguf", folder, pre="sentencepiece"))
+    ids = loaded.tokenizer("hi hié", add_special_tokens=False).input_ids
+    assert loaded.tokenizer.convert_ids_to_tokens(ids) == ["▁hi", "▁hi", "<0xC3>", "<0xA9>"]
+    assert loaded.tokenizer.decode(ids) == "hi hié"
+    assert loaded.eos_token_ids == {2}
 
 
 def test_frequency_factors_slow_the_rotation_as_llama3_does(tmp_path):
