@@ -65,9 +65,14 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """Return a zeroed cache of `num_blocks` blocks, the null block among them."""
+    """Return a cache of `num_blocks` blocks. The null block is zero; the others hold whatever the memory held.
+
+    Zeroing gigabytes would touch pages that a small job never needs, and takes seconds.
+    """
     shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
-    return KVCache(torch.zeros(shape, dtype=dtype, device=device))
+    data = torch.empty(shape, dtype=dtype, device=device)
+    data[:, :, NULL_BLOCK].zero_()
+    return KVCache(data)
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
