@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 
 from tests import servers
-from tests.servers import S3Server
+from tests.servers import S3Server, ValkeyServer
 
 # The time that an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("pagemill", deadline=None)
@@ -23,3 +23,16 @@ def moto_s3() -> Iterator[S3Server]:
 def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with servers.rclone_s3(tmp_path_factory.mktemp("rclone")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with servers.valkey(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def valkey(valkey_server: ValkeyServer) -> ValkeyServer:
+    """The session's Valkey, empty."""
+    valkey_server.client.flushdb()
+    return valkey_server

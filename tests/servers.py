@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,15 +15,18 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import boto3.session
+import redis
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
+from jobs.local.valkey import valkey_child
 from jobs.settings import Settings
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 BUCKET = "pagemill-test"
+_READY_S = 20
 
 
 @dataclass(frozen=True)
@@ -167,3 +171,56 @@ def tcp_proxy(endpoint: str) -> Iterator[TcpProxy]:
         yield proxy
     finally:
         proxy.close()
+
+
+class ValkeyServer:
+    """The embedded Valkey, as `pagemill up` runs it, under a test's hand: what it acknowledged survives `kill`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = Settings(state_dir=folder, redis_url="").ledger_url
+        self.client = redis.Redis.from_url(self.url, decode_responses=True)
+
+    def settings(self, **fields: object) -> Settings:
+        return Settings(**{"state_dir": self._folder, "redis_url": self.url, **fields})
+
+    def environment(self) -> dict[str, str]:
+        """The same for a process of its own."""
+        return {"PAGEMILL_STATE_DIR": str(self._folder), "PAGEMILL_REDIS_URL": self.url}
+
+    def start(self) -> None:
+        """Start it, on the data that is there; returns once it answers."""
+        child = valkey_child(Settings(state_dir=self._folder))
+        if child.ready is None:
+            raise RuntimeError("nothing tells when it is ready")
+        with (self._folder / "valkey.log").open("ab") as log:
+            process = self._process = subprocess.Popen(child.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        deadline = time.monotonic() + _READY_S
+        while not child.ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"Valkey does not answer: {(self._folder / 'valkey.log').read_text()}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+
+@contextmanager
+def valkey(folder: Path) -> Iterator[ValkeyServer]:
+    """A Valkey on a private UNIX socket, its append-only file in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server = ValkeyServer(folder)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.client.close()
+        server.kill()

@@ -16,8 +16,9 @@ def test_each_token_is_stored_at_its_slot_and_nowhere_else(data, block_size, kv_
     kv = allocate_kv_cache(2, 6, block_size, kv_heads, 8, torch.float32, CPU)
     slots = data.draw(st.lists(st.integers(block_size, 6 * block_size - 1), min_size=1, max_size=12, unique=True))
     key, value = torch.randn(2, len(slots), kv_heads, 8)
+    kv.data.copy_(torch.randn(kv.data.shape))
+    expected = kv.data.clone()
     kernels_for(CPU).write_kv(key, value, kv.layer(1), torch.tensor(slots))
-    expected = torch.zeros_like(kv.data)
     for row, slot in enumerate(slots):
         expected[1, 0, slot // block_size, :, slot % block_size] = key[row]
         expected[1, 1, slot // block_size, :, slot % block_size] = value[row]
@@ -28,11 +29,18 @@ def test_slot_minus_one_stores_nothing():
     kv = allocate_kv_cache(1, 4, 2, 1, 8, torch.float32, CPU)
     key, value = torch.randn(2, 3, 1, 8)
     key[0] = float("nan")
+    kv.data.zero_()
     kernels_for(CPU).write_kv(key, value, kv.layer(0), torch.tensor([-1, 5, -1]))
     stored = kv.layer(0).key[2, :, 1].clone()
     kv.data[0, :, 2, :, 1] = 0
     assert torch.equal(stored, key[1])
     assert not kv.data.any()
+
+
+def test_the_null_block_of_a_new_cache_is_zero():
+    # Memory that was just freed is handed out again: without the zeroing the block would hold these numbers.
+    torch.full((1, 2, 4, 2, 16, 8), float("nan"))
+    assert not allocate_kv_cache(1, 4, 16, 2, 8, torch.float32, CPU).data[:, :, 0].any()
 
 
 def test_copied_blocks_are_equal_in_all_layers_and_the_rest_is_untouched():
