@@ -128,6 +128,9 @@ def _lay_out(tiles: list[_Tile], num_queries: int, padded_blocks: int, batch: At
     keys = torch.arange(padded_blocks * kv.block_size, device=device)
     tables = batch.block_tables.index_select(0, sequences)[:, :padded_blocks].long()
     tables = F.pad(tables, (0, padded_blocks - tables.shape[1]), value=NULL_BLOCK)
+    # A sequence may own blocks past this tile's context: of later tiles, or still to be filled.
+    unused = torch.arange(padded_blocks, device=device) * kv.block_size >= context_lens.unsqueeze(1)
+    tables.masked_fill_(unused, NULL_BLOCK)
     heads = torch.arange(kv.data.shape[3], device=device).view(1, -1, 1)
     return TileGroup(
         rows=(first_rows.unsqueeze(1) + within).flatten(),

@@ -107,6 +107,18 @@ def test_what_a_former_owner_left_in_a_block_is_not_seen(dtype):
     assert torch.equal(attend(query, kv, batch), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_in_blocks_past_the_context_is_not_seen(dtype):
+    # 74 tokens are the end of the first tile, whose padding reaches the block of the last 10; block 7 is for later.
+    chunks = [Chunk((1, 2, 3, 4, 5, 6, 7), 10, 80), Chunk((8, 9), 11, 1)]
+    kv = filled_cache(chunks, 16, 2, 64, dtype)
+    query = torch.randn(81, 6, 64).to(dtype)
+    before = attend(query, kv, flat_batch(chunks, 16))
+    kv.data[:, :, 6, :, 10:] = float("nan")
+    kv.data[:, :, [7, 9]] = float("nan")
+    assert torch.equal(attend(query, kv, flat_batch(chunks, 16)), before)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data(), HEADS, st.sampled_from([16, 64, 128]), st.sampled_from([16, 32]))
 def test_a_row_has_the_same_bits_alone_and_among_others(data, heads, head_dim, block_size):

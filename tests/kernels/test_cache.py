@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cache import allocate_kv_cache, kv_bytes_per_token
+from kernels.cache import NULL_BLOCK, allocate_kv_cache, kv_bytes_per_token
 from kernels.ops import copy_blocks, kernels_for
 
 CPU = torch.device("cpu")
@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 @given(st.data(), st.sampled_from([1, 4, 16]), st.integers(1, 5))
 def test_each_token_is_stored_at_its_slot_and_nowhere_else(data, block_size, kv_heads):
     kv = allocate_kv_cache(2, 6, block_size, kv_heads, 8, torch.float32, CPU)
+    kv.data.zero_()
     slots = data.draw(st.lists(st.integers(block_size, 6 * block_size - 1), min_size=1, max_size=12, unique=True))
     key, value = torch.randn(2, len(slots), kv_heads, 8)
     kv.data.copy_(torch.randn(kv.data.shape))
@@ -27,6 +28,7 @@ def test_each_token_is_stored_at_its_slot_and_nowhere_else(data, block_size, kv_
 
 def test_slot_minus_one_stores_nothing():
     kv = allocate_kv_cache(1, 4, 2, 1, 8, torch.float32, CPU)
+    kv.data.zero_()
     key, value = torch.randn(2, 3, 1, 8)
     key[0] = float("nan")
     kv.data.zero_()
@@ -50,6 +52,11 @@ def test_copied_blocks_are_equal_in_all_layers_and_the_rest_is_untouched():
     copy_blocks(kv, torch.tensor([1, 4]), torch.tensor([5, 2]))
     assert torch.equal(kv.data[:, :, [5, 2]], before[:, :, [1, 4]])
     assert torch.equal(kv.data[:, :, [0, 1, 3, 4]], before[:, :, [0, 1, 3, 4]])
+
+
+def test_the_null_block_of_a_new_cache_is_zero():
+    kv = allocate_kv_cache(3, 6, 4, 2, 8, torch.bfloat16, CPU)
+    assert not kv.data[:, :, NULL_BLOCK].any()
 
 
 def test_bytes_per_token_are_those_of_the_allocation():
