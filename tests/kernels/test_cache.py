@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cache import NULL_BLOCK, allocate_kv_cache, kv_bytes_per_token
+from kernels.cache import allocate_kv_cache, kv_bytes_per_token
 from kernels.ops import copy_blocks, kernels_for
 
 CPU = torch.device("cpu")
@@ -52,11 +52,6 @@ def test_copied_blocks_are_equal_in_all_layers_and_the_rest_is_untouched():
     copy_blocks(kv, torch.tensor([1, 4]), torch.tensor([5, 2]))
     assert torch.equal(kv.data[:, :, [5, 2]], before[:, :, [1, 4]])
     assert torch.equal(kv.data[:, :, [0, 1, 3, 4]], before[:, :, [0, 1, 3, 4]])
-
-
-def test_the_null_block_of_a_new_cache_is_zero():
-    kv = allocate_kv_cache(3, 6, 4, 2, 8, torch.bfloat16, CPU)
-    assert not kv.data[:, :, NULL_BLOCK].any()
 
 
 def test_bytes_per_token_are_those_of_the_allocation():
