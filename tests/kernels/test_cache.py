@@ -14,7 +14,6 @@ CPU = torch.device("cpu")
 @given(st.data(), st.sampled_from([1, 4, 16]), st.integers(1, 5))
 def test_each_token_is_stored_at_its_slot_and_nowhere_else(data, block_size, kv_heads):
     kv = allocate_kv_cache(2, 6, block_size, kv_heads, 8, torch.float32, CPU)
-    kv.data.zero_()
     slots = data.draw(st.lists(st.integers(block_size, 6 * block_size - 1), min_size=1, max_size=12, unique=True))
     key, value = torch.randn(2, len(slots), kv_heads, 8)
     kv.data.copy_(torch.randn(kv.data.shape))
@@ -28,7 +27,6 @@ def test_each_token_is_stored_at_its_slot_and_nowhere_else(data, block_size, kv_
 
 def test_slot_minus_one_stores_nothing():
     kv = allocate_kv_cache(1, 4, 2, 1, 8, torch.float32, CPU)
-    kv.data.zero_()
     key, value = torch.randn(2, 3, 1, 8)
     key[0] = float("nan")
     kv.data.zero_()
