@@ -36,16 +36,3 @@ def valkey(valkey_server: ValkeyServer) -> ValkeyServer:
     """The session's Valkey, empty."""
     valkey_server.client.flushdb()
     return valkey_server
-
-
-@pytest.fixture(scope="session")
-def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
-    with servers.valkey(tmp_path_factory.mktemp("valkey")) as server:
-        yield server
-
-
-@pytest.fixture
-def valkey(valkey_server: Valkey) -> Valkey:
-    """The session's Valkey, empty."""
-    valkey_server.client().flushdb()
-    return valkey_server

@@ -9,20 +9,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import boto3.session
 import redis
-import redis
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
-from jobs.local.valkey import valkey_child
-from jobs.ledger import connect
-from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
 from jobs.settings import Settings
 
@@ -228,44 +224,3 @@ def valkey(folder: Path) -> Iterator[ValkeyServer]:
     finally:
         server.client.close()
         server.kill()
-
-
-@dataclass
-class Valkey:
-    """A real Valkey on a private UNIX socket, with its append-only file on."""
-
-    folder: Path
-    _supervisor: Supervisor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._supervisor = Supervisor(self.folder / "log", grace=5)
-
-    def settings(self, **fields: object) -> Settings:
-        return Settings(state_dir=self.folder, **fields)
-
-    def environment(self) -> dict[str, str]:
-        """The same for a process of its own."""
-        return {"PAGEMILL_STATE_DIR": str(self.folder)}
-
-    @property
-    def url(self) -> str:
-        return self.settings().ledger_url
-
-    def client(self) -> redis.Redis:
-        return connect(self.url)
-
-    def start(self) -> None:
-        self._supervisor.start(valkey_child(self.settings()))
-
-    def stop(self) -> None:
-        self._supervisor.stop()
-
-
-@contextmanager
-def valkey(folder: Path) -> Iterator[Valkey]:
-    server = Valkey(folder)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
