@@ -39,7 +39,7 @@ def up(
     engine: EngineOptions,
     workers: Annotated[int, typer.Option(min=1, help="How many workers for the model; one a GPU.")] = 1,
 ) -> None:
-    """Run all services on one machine until Ctrl-C: Valkey (unless PAGEMILL_REDIS_URL is set), control, beat, worker."""
+    """Run all services here until Ctrl-C: Valkey (unless PAGEMILL_REDIS_URL is set), control, beat and workers."""
     config = settings()
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,4 +1,4 @@
-"""The ledger on a real Valkey, against a plain model of it: whatever order things happen in, and whatever is repeated."""
+"""The ledger on a real Valkey, against a plain model: whatever order things happen in, and whatever is repeated."""
 
 import random
 import threading
