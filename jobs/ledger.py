@@ -45,7 +45,6 @@ from jobs.spec import JobSpec, model_key
 
 Verdict = Literal["ok", "superseded", "lost", "stop"]
 
-_JOB_KEYS = ("job", "ready", "leases", "own", "commit", "tries", "faults", "shards", "progress")
 _COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
 _CHUNK = 500
 
@@ -82,7 +81,7 @@ def connect(url: str) -> redis.Redis:
         probe = redis.Redis.from_url(
             url, socket_connect_timeout=5, socket_timeout=5, retry=Retry(ExponentialWithJitterBackoff(), 0)
         )
-        mode = probe.info("server").get("redis_mode")
+        server = probe.info("server")
         probe.close()
     except ValueError as error:
         raise UsageError(
@@ -95,7 +94,8 @@ def connect(url: str) -> redis.Redis:
         ) from error
     except redis.RedisError as error:
         raise unreachable(url, error) from error
-    if mode == "cluster":
+    # Redis and Valkey call it by different names.
+    if "cluster" in (server.get("redis_mode"), server.get("server_mode")):
         raise UsageError(
             f"{mask(url)} is a Redis Cluster, which Celery cannot use as a broker.",
             hint="Use a single server or Sentinel.",

@@ -176,8 +176,9 @@ def tcp_proxy(endpoint: str) -> Iterator[TcpProxy]:
 class ValkeyServer:
     """The embedded Valkey, as `pagemill up` runs it, under a test's hand: what it acknowledged survives `kill`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self._folder = folder
+        self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.url = Settings(state_dir=folder, redis_url="").ledger_url
         self.client = redis.Redis.from_url(self.url, decode_responses=True)
@@ -195,7 +196,9 @@ class ValkeyServer:
         if child.ready is None:
             raise RuntimeError("nothing tells when it is ready")
         with (self._folder / "valkey.log").open("ab") as log:
-            process = self._process = subprocess.Popen(child.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = self._process = subprocess.Popen(
+                [*child.argv, *self._options], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         deadline = time.monotonic() + _READY_S
         while not child.ready():
             if process.poll() is not None or time.monotonic() > deadline:

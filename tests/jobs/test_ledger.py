@@ -1,339 +1,32 @@
-"""The ledger on a real Valkey, against a plain model: whatever order things happen in, and whatever is repeated."""
+"""The ledger's promises one by one, on a real Valkey."""
 
-import random
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
+
+from jobs.errors import RowError, ServiceUnreachable, UsageError
+from jobs.ledger import Ledger, connect
+from jobs.records import DeadShard
+from tests.jobs.ledgers import (
+    TTL,
+    key,
+    leased,
+    let_leases_run_out,
+    manifest_of,
+    new_spec,
+    opened,
+    record_of,
+    shards,
+    worker,
 )
-
-from jobs.errors import RowError, UsageError
-from jobs.ledger import Lease, Ledger
-from jobs.records import DeadShard, Manifest, ResultFile, SegmentRecord, Usage, WorkerView
-from jobs.shards import Shard
-from jobs.spec import JobSpec
-from tests.jobs.specs import record_spec
 from tests.servers import ValkeyServer
-
-T = TypeVar("T")
-
-TTL = 60.0
-MAX_TRIES = 3
-IDS = count()
-
-
-def new_spec(**fields: object) -> JobSpec:
-    return record_spec(id=f"job_{next(IDS)}", max_tries=MAX_TRIES, model=f"model {next(IDS)}", **fields)
-
-
-def shards(number: int) -> list[Shard]:
-    return [
-        Shard(index=i, first_row=10 * i, rows=10, start=100 * i, end=100 * i + 100, first_line=1) for i in range(number)
-    ]
-
-
-def record_of(lease: Lease, **fields: object) -> SegmentRecord:
-    return SegmentRecord(**{"attempt": lease.attempt, "fence": lease.fence, "ok": 9, "failed": 1, **fields})
-
-
-def opened(ledger: Ledger, number: int, spec: JobSpec | None = None) -> JobSpec:
-    spec = spec or new_spec()
-    assert ledger.create(spec)
-    assert ledger.add_shards(spec.id, shards(number)) == "ok"
-    assert ledger.open(spec, shards=number, rows=10 * number, errors=[], error_count=0) == "ok"
-    return spec
-
-
-def let_lease_run_out(ledger: Ledger, job_id: str, shard: int) -> None:
-    ledger.client.zadd(f"pm:{{{job_id}}}:leases", {str(shard): 1})
 
 
 @pytest.fixture
 def ledger(valkey: ValkeyServer) -> Ledger:
     return Ledger(valkey.client)
-
-
-@dataclass
-class Model:
-    """What the ledger should hold of one job."""
-
-    spec: JobSpec
-    state: str = "in_progress"
-    ready: set[int] = field(default_factory=set)
-    owners: dict[int, Lease] = field(default_factory=dict)
-    tries: dict[int, int] = field(default_factory=dict)
-    records: dict[int, SegmentRecord | DeadShard] = field(default_factory=dict)
-    last_fence: int = 0
-
-
-class LedgerMachine(RuleBasedStateMachine):
-    """Workers that lease, beat, commit, stop, stall and repeat themselves, on one job with a few shards."""
-
-    valkey: ValkeyServer
-    leases = Bundle("leases")
-
-    @initialize(number=st.integers(1, 4))
-    def submit(self, number: int) -> None:
-        self.ledger = Ledger(self.valkey.client)
-        self.spec = opened(self.ledger, number)
-        self.number = number
-        self.model = Model(self.spec, ready=set(range(number)))
-        self.attempts = count()
-
-    @rule(target=leases)
-    def lease(self) -> Lease | None:
-        attempt = f"{self.spec.id}-{next(self.attempts)}"
-        lease = self.ledger.lease(self.spec.model, attempt, TTL)
-        model = self.model
-        while model.state == "in_progress" and model.ready:
-            shard = min(model.ready)
-            model.ready.discard(shard)
-            model.tries[shard] = model.tries.get(shard, 0) + 1
-            if model.tries[shard] <= MAX_TRIES:
-                assert lease is not None
-                assert (lease.shard.index, lease.shard) == (shard, shards(self.number)[shard])
-                assert lease.fence > model.last_fence
-                model.last_fence = lease.fence
-                model.owners[shard] = lease
-                return lease
-            self._settle(shard, DeadShard(dead=True, tries=MAX_TRIES))
-        assert lease is None
-        return None
-
-    @rule(lease=leases)
-    def the_reply_of_a_lease_is_lost(self, lease: Lease | None) -> None:
-        if lease is None or not self._owns(lease):
-            return
-        again = self.ledger.lease(self.spec.model, lease.attempt, TTL) if self.model.ready else lease
-        assert again == lease
-
-    @rule(lease=leases, rows=st.integers(0, 10))
-    def beat(self, lease: Lease | None, rows: int) -> None:
-        if lease is not None:
-            (verdict,) = self.ledger.beat([(lease, rows)], TTL)
-            expected = "ok" if self._owns(lease) else "lost"
-            assert verdict == ("stop" if self.model.state != "in_progress" else expected)
-
-    @rule(lease=leases)
-    def commit(self, lease: Lease | None) -> None:
-        if lease is None:
-            return
-        shard = lease.shard.index
-        present = self.model.records.get(shard)
-        verdict = self.ledger.commit(lease, record_of(lease))
-        if present is not None:
-            mine = isinstance(present, SegmentRecord) and present.attempt == lease.attempt
-            assert verdict == ("ok" if mine else "superseded")
-        elif self.model.state != "in_progress":
-            assert verdict == "stop"
-        elif self._owns(lease):
-            assert verdict == "ok"
-            self._settle(shard, record_of(lease))
-        else:
-            assert verdict == "lost"
-
-    @rule(lease=leases, fault=st.sampled_from(["", "the disk is full"]))
-    def put_back(self, lease: Lease | None, fault: str) -> None:
-        if lease is None:
-            return
-        owned = self._owns(lease)
-        assert (self.ledger.release(lease, fault) if fault else self.ledger.give_back(lease)) == owned
-        if owned:
-            shard = lease.shard.index
-            del self.model.owners[shard]
-            self.model.ready.add(shard)
-            self.model.tries[shard] -= not fault
-
-    @precondition(lambda self: self.model.owners)
-    @rule(data=st.data())
-    def a_lease_runs_out(self, data: st.DataObject) -> None:
-        shard = data.draw(st.sampled_from(sorted(self.model.owners)))
-        let_lease_run_out(self.ledger, self.spec.id, shard)
-        expired, _, _ = self.ledger.expire(self.spec.id)
-        assert expired == 1
-        del self.model.owners[shard]
-        self.model.ready.add(shard)
-
-    @precondition(lambda self: self.model.state in ("in_progress", "finalizing"))
-    @rule(data=st.data())
-    def a_segment_vanishes(self, data: st.DataObject) -> None:
-        committed = [s for s, r in self.model.records.items() if isinstance(r, SegmentRecord)]
-        if not committed:
-            return
-        shard = data.draw(st.sampled_from(sorted(committed)))
-        record = self.model.records[shard]
-        assert isinstance(record, SegmentRecord)
-        assert not self.ledger.reopen(self.spec, shard, record.model_copy(update={"attempt": "another"}))
-        assert self.ledger.reopen(self.spec, shard, record)
-        del self.model.records[shard]
-        self.model.tries.pop(shard)
-        self.model.ready.add(shard)
-        self.model.state = "in_progress"
-
-    @rule()
-    def the_planner_wakes_up_late(self) -> None:
-        assert self.ledger.add_shards(self.spec.id, shards(self.number)) == self.model.state
-
-    @precondition(lambda self: len(self.model.records) >= 2)
-    @rule()
-    def cancel(self) -> None:
-        reply = self.ledger.cancel(self.spec.id)
-        if self.model.state in ("in_progress", "cancelling"):
-            assert reply == "ok"
-            self.model.state = "cancelling"
-            self.model.ready.clear()
-            self.model.owners.clear()
-        else:
-            assert reply == self.model.state
-
-    @invariant()
-    def the_ledger_agrees_with_the_model(self) -> None:
-        model, view = self.model, self.ledger.view(self.spec.id)
-        records = self.ledger.records(self.spec.id)
-        assert records == model.records
-        assert view.state == model.state
-        assert view.settled == len(records)
-        assert view.leased == len(model.owners)
-        segments = [r for r in records.values() if isinstance(r, SegmentRecord)]
-        assert (view.done, view.failed) == (9 * len(segments), len(segments))
-        assert len({r.fence for r in segments}) == len(segments)
-        client, key = self.ledger.client, f"pm:{{{self.spec.id}}}:"
-        assert {int(s) for s in client.zrange(key + "ready", 0, -1)} == model.ready
-        owners = {int(k[2:]): v for k, v in client.hgetall(key + "own").items() if k.startswith("s:")}
-        assert owners == {shard: lease.attempt for shard, lease in model.owners.items()}
-        assert client.hlen(key + "own") == 3 * len(owners)
-
-    def _owns(self, lease: Lease) -> bool:
-        return self.model.owners.get(lease.shard.index) == lease
-
-    def _settle(self, shard: int, record: SegmentRecord | DeadShard) -> None:
-        self.model.records[shard] = record
-        self.model.owners.pop(shard, None)
-        if len(self.model.records) == self.number:
-            self.model.state = "finalizing"
-
-
-def test_any_order_of_events_leaves_one_record_a_shard(valkey: ValkeyServer) -> None:
-    class Machine(LedgerMachine):
-        pass
-
-    Machine.valkey = valkey
-    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
-
-
-class Crash(Exception):
-    """A worker that is no more."""
-
-
-@dataclass
-class Worker:
-    """Works on shards as a slot does, and crashes, stalls and repeats itself at every step."""
-
-    ledger: Ledger
-    spec: JobSpec
-    store: dict[str, str]
-    lock: threading.Lock
-    random: random.Random
-    ttl: float
-
-    def run(self) -> None:
-        while self.ledger.state(self.spec.id) == "in_progress":
-            with suppress(Crash):
-                self.work()
-
-    def work(self) -> None:
-        attempt = f"{self.random.getrandbits(128):032x}"
-        lease = self.twice(lambda: self.ledger.lease(self.spec.model, attempt, self.ttl))
-        if lease is None:
-            threading.Event().wait(0.02)
-            return
-        self.trouble()
-        if self.twice(lambda: self.ledger.beat([(lease, 1)], self.ttl)) != ["ok"]:
-            return
-        if self.random.random() < 0.05:
-            self.ledger.give_back(lease)
-            return
-        self.trouble()
-        url = self.spec.layout.segment(lease.shard.index, lease.fence, lease.attempt)
-        with self.lock:
-            assert url not in self.store, "the key of an attempt was used again"
-            self.store[url] = lease.attempt
-        self.trouble()
-        self.twice(lambda: self.ledger.commit(lease, record_of(lease)))
-        self.trouble()
-
-    def trouble(self) -> None:
-        dice = self.random.random()
-        if dice < 0.06:
-            raise Crash
-        if dice < 0.1:
-            threading.Event().wait(1.5 * self.ttl)  # a pause longer than the lease
-
-    def twice(self, call: Callable[[], T]) -> T:
-        reply = call()
-        return call() if self.random.random() < 0.1 else reply
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_workers_that_crash_stall_and_repeat_commit_each_shard_once(seed: int, valkey: ValkeyServer) -> None:
-    ledger = Ledger(valkey.client)
-    number = 60
-    spec = opened(ledger, number, new_spec().model_copy(update={"max_tries": 100}))
-    store: dict[str, str] = {}
-    lock = threading.Lock()
-    workers = [
-        Worker(Ledger(valkey.client), spec, store, lock, random.Random(f"{seed}-{n}"), ttl=0.2) for n in range(8)
-    ]
-    threads = [threading.Thread(target=worker.run) for worker in workers]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 60
-    while ledger.state(spec.id) == "in_progress" and time.monotonic() < deadline:
-        ledger.expire(spec.id)
-        threading.Event().wait(0.05)
-    for thread in threads:
-        thread.join(10)
-    assert ledger.state(spec.id) == "finalizing"
-    records = ledger.records(spec.id)
-    assert sorted(records) == list(range(number))
-    for shard, record in records.items():
-        assert isinstance(record, SegmentRecord)
-        assert store[spec.layout.segment(shard, record.fence, record.attempt)] == record.attempt
-    view = ledger.view(spec.id)
-    assert (view.settled, view.done, view.leased, view.in_flight) == (number, 9 * number, 0, 0)
-    assert ledger.client.hlen(f"pm:{{{spec.id}}}:own") == 0
-
-
-def manifest_of(spec: JobSpec, state: str = "completed") -> Manifest:
-    return Manifest(
-        job_id=spec.id,
-        spec_fingerprint=spec.fingerprint,
-        state=state,
-        rows=10,
-        ok=9,
-        failed=1,
-        usage=Usage(),
-        output=ResultFile(url="file:///out.jsonl", size=1, lines=9),
-        errors=None,
-        remaining=None,
-        engines=(),
-        segments=(),
-    )
 
 
 def test_a_job_is_created_once(ledger: Ledger) -> None:
@@ -344,56 +37,182 @@ def test_a_job_is_created_once(ledger: Ledger) -> None:
     assert ledger.spec(spec.id) == spec
 
 
-def test_a_finished_job_leaves_its_history_and_nothing_else(ledger: Ledger) -> None:
-    spec = opened(ledger, 1)
-    lease = ledger.lease(spec.model, "attempt", TTL)
-    assert lease is not None
-    ledger.commit(lease, record_of(lease))
-    assert ledger.finish(manifest_of(spec), from_state="finalizing") == "ok"
-    assert ledger.finish(manifest_of(spec), from_state="finalizing") == "ok"
-    assert ledger.live_jobs() == []
-    left = {key.rpartition(":")[2] for key in ledger.client.keys(f"pm:{{{spec.id}}}:*")}
-    assert left == {"job", "commit", "tries"}
-    view = ledger.view(spec.id)
-    assert (view.state, view.terminal, view.reason) == ("completed", True, None)
+def test_more_shards_than_fit_one_command_are_entered(ledger: Ledger) -> None:
+    spec = opened(ledger, 1201)
+    assert ledger.view(spec.id).shards == ledger.client.zcard(key(spec.id, "ready")) == 1201
 
 
-def test_a_job_that_ended_is_not_cancelled(ledger: Ledger) -> None:
-    spec = opened(ledger, 1)
-    assert ledger.fail(
-        spec.id, [RowError(code="x", message="y")], error_count=1, error_url=None, from_state="in_progress"
-    )
-    assert ledger.cancel(spec.id) == "failed"
+def test_nothing_is_leased_before_the_plan_is_complete(ledger: Ledger) -> None:
+    spec = new_spec()
+    ledger.create(spec)
+    ledger.add_shards(spec.id, shards(3))
     assert ledger.lease(spec.model, "attempt", TTL) is None
 
 
-def test_the_job_with_the_fewest_shards_in_work_comes_first(ledger: Ledger) -> None:
-    large = opened(ledger, 5)
-    small = opened(ledger, 2, new_spec().model_copy(update={"model": large.model}))
-    order = [ledger.lease(large.model, f"attempt-{n}", TTL) for n in range(5)]
-    assert [lease.job_id for lease in order if lease] == [large.id, small.id, large.id, small.id, large.id]
+def test_the_job_with_the_fewest_shards_in_work_comes_first_then_the_oldest(ledger: Ledger) -> None:
+    large = opened(ledger, 5, new_spec(created_at=2))
+    small = opened(ledger, 2, new_spec(created_at=3))
+    old = opened(ledger, 1, new_spec(created_at=1))
+    order = [leased(ledger, large, f"attempt-{n}").job_id for n in range(6)]
+    assert order == [old.id, large.id, small.id, large.id, small.id, large.id]
 
 
-def test_a_job_without_a_worker_says_so(ledger: Ledger) -> None:
+def test_models_do_not_share_jobs(ledger: Ledger) -> None:
+    opened(ledger, 1, new_spec(model="another"))
+    assert ledger.lease("tiny", "attempt", TTL) is None
+
+
+def test_a_repeated_lease_is_as_fresh_as_a_new_one(ledger: Ledger) -> None:
+    spec = opened(ledger, 2)
+    first = leased(ledger, spec)
+    let_leases_run_out(ledger.client, spec.id)
+    assert leased(ledger, spec) == first
+    assert ledger.expire(spec.id) == (0, 1, 1)
+
+
+def test_a_lease_that_ran_out_may_commit_until_another_attempt_has_the_shard(ledger: Ledger) -> None:
+    spec = opened(ledger, 2)
+    slow, late = leased(ledger, spec, "slow"), leased(ledger, spec, "late")
+    let_leases_run_out(ledger.client, spec.id)
+    assert ledger.commit(slow, record_of(slow)) == "ok"
+    ledger.expire(spec.id)
+    assert ledger.commit(late, record_of(late)) == "lost"
+    heir = leased(ledger, spec, "heir")
+    assert heir.fence > late.fence
+    assert ledger.commit(heir, record_of(heir)) == "ok"
+    assert ledger.commit(late, record_of(late)) == "superseded"
+    assert ledger.records(spec.id) == {0: record_of(slow), 1: record_of(heir)}
+
+
+def test_an_expiry_is_limited_so_that_the_server_is_not_held_up(ledger: Ledger) -> None:
+    spec = opened(ledger, 3)
+    for n in range(3):
+        leased(ledger, spec, f"attempt-{n}")
+    let_leases_run_out(ledger.client, spec.id)
+    assert ledger.expire(spec.id, limit=2) == (2, 2, 1)
+    assert ledger.expire(spec.id, limit=2) == (1, 3, 0)
+
+
+def test_a_shard_that_was_given_back_was_not_tried(ledger: Ledger) -> None:
+    spec = opened(ledger, 1, new_spec(max_tries=1))
+    for n in range(3):
+        assert ledger.give_back(leased(ledger, spec, f"attempt-{n}"))
+    assert leased(ledger, spec).shard.index == 0
+
+
+def test_a_shard_that_was_tried_too_often_is_settled_as_dead(ledger: Ledger) -> None:
+    spec = opened(ledger, 1, new_spec(max_tries=2))
+    for n in range(2):
+        assert ledger.release(leased(ledger, spec, f"attempt-{n}"), "the worker ran out of memory")
+    assert ledger.lease(spec.model, "one more", TTL) is None
+    assert ledger.records(spec.id) == {0: DeadShard(dead=True, tries=2)}
+    assert ledger.state(spec.id) == "finalizing"
+    assert ledger.faults(spec.id) == {0: "the worker ran out of memory"}
+
+
+def test_a_finished_job_leaves_its_history_and_nothing_else(ledger: Ledger) -> None:
     spec = opened(ledger, 1)
-    assert "no live worker serves" in (ledger.view(spec.id).reason or "")
-    worker = WorkerView(id="w", model=spec.model, slots=2, busy=0, host="h", pid=1, engine="e")
-    ledger.announce(worker, TTL)
-    assert ledger.workers() == [worker]
-    assert "waiting for a free slot" in (ledger.view(spec.id).reason or "")
-    ledger.withdraw("w")
-    assert ledger.workers() == []
+    lease = leased(ledger, spec)
+    ledger.beat([(lease, 3)], TTL)
+    assert ledger.view(spec.id).in_flight == 3
+    ledger.commit(lease, record_of(lease))
+    assert ledger.finish(manifest_of(spec), from_state="finalizing") == "ok"
+    assert set(ledger.client.keys(f"*{spec.id}*")) == {key(spec.id, name) for name in ("job", "commit", "tries")}
+    view = ledger.view(spec.id)
+    assert (view.state, view.done, view.failed, view.in_flight) == ("completed", 9, 1, 0)
+    assert (view.usage.prompt_tokens, view.usage.completion_tokens, view.usage.cached_tokens) == (100, 20, 3)
+    assert view.ended_at is not None
 
 
-def test_a_shard_that_was_put_back_says_why(ledger: Ledger) -> None:
+def test_the_errors_of_a_job_are_shown_with_their_places(ledger: Ledger) -> None:
+    spec = new_spec()
+    ledger.create(spec)
+    errors = (RowError(code="invalid_json_line", message="no JSON", line=7, byte=99),)
+    ledger.fail(spec.id, errors, error_count=12, error_url="file:///errors", from_state="validating")
+    view = ledger.view(spec.id)
+    assert (view.state, view.errors, view.error_count, view.error_url) == ("failed", errors, 12, "file:///errors")
+    assert ledger.cancel(spec.id) == "failed"
+
+
+def test_a_job_that_waits_says_what_for(ledger: Ledger) -> None:
     spec = opened(ledger, 1)
-    ledger.announce(WorkerView(id="w", model=spec.model, slots=2, busy=0, host="h", pid=1, engine="e"), TTL)
-    lease = ledger.lease(spec.model, "attempt", TTL)
-    assert lease is not None
+    assert "no live worker serves the model 'tiny'" in str(ledger.view(spec.id).reason)
+    ledger.announce(worker("another"), TTL)
+    assert "no live worker" in str(ledger.view(spec.id).reason)
+    ledger.announce(worker("tiny"), TTL)
+    assert ledger.view(spec.id).reason == "waiting for a free slot of 1 worker(s)"
+    lease = leased(ledger, spec)
+    assert ledger.view(spec.id).reason is None
     ledger.release(lease, "the bucket refuses")
-    assert "the bucket refuses" in (ledger.view(spec.id).reason or "")
+    assert ledger.view(spec.id).reason == "shard 0 is tried again: the bucket refuses"
+
+
+def test_workers_are_known_as_long_as_they_speak(ledger: Ledger) -> None:
+    one, two = worker("tiny", id="1"), worker("tiny", id="2")
+    ledger.announce(one, TTL)
+    ledger.announce(two, TTL)
+    assert ledger.workers() == [one, two]
+    ledger.withdraw("1")
+    assert ledger.workers() == [two]
+    ledger.client.pexpire("pm:worker:2", 0)
+    assert ledger.workers() == []
+    assert ledger.client.smembers("pm:workers") == set()
+
+
+def test_what_was_acknowledged_survives_a_killed_server(valkey: ValkeyServer) -> None:
+    ledger = Ledger(connect(valkey.url))
+    spec = opened(ledger, 2)
+    lease = leased(ledger, spec)
+    valkey.restart()
+    assert ledger.beat([(lease, 5)], TTL) == ["ok"]
+    assert ledger.commit(lease, record_of(lease)) == "ok"
+    assert ledger.view(spec.id).settled == 1
 
 
 def test_an_unknown_job_is_an_error(ledger: Ledger) -> None:
     with pytest.raises(UsageError, match="no job 'nothing'"):
         ledger.view("nothing")
+    with pytest.raises(UsageError, match="no job 'nothing'"):
+        ledger.spec("nothing")
+
+
+@pytest.mark.parametrize("url", ["http://host:1/0", "host:6379", "redis://host:port/0", ""])
+def test_what_is_no_redis_url_is_said_to_be_none(url: str) -> None:
+    with pytest.raises(UsageError, match="is no Redis URL"):
+        connect(url)
+
+
+def test_an_unreachable_server_is_named_without_its_password() -> None:
+    with pytest.raises(ServiceUnreachable) as caught:
+        connect("redis://me:secret@127.0.0.1:1/0")
+    assert "redis://me:***@127.0.0.1:1/0" in caught.value.message
+    assert "secret" not in caught.value.message
+    assert "PAGEMILL_REDIS_URL" in caught.value.hint
+
+
+def test_refused_credentials_are_told_from_an_unreachable_server(valkey: ValkeyServer) -> None:
+    valkey.client.config_set("requirepass", "right")
+    try:
+        for url in (valkey.url, valkey.url.replace("unix://", "unix://:wrong@")):
+            with pytest.raises(ServiceUnreachable, match="refuses the credentials") as caught:
+                connect(url)
+            assert "wrong" not in caught.value.message.replace("username-password pair", "")
+        assert connect(valkey.url.replace("unix://", "unix://:right@")).ping()
+    finally:
+        valkey.client.auth("right")
+        valkey.client.config_set("requirepass", "")
+
+
+def test_a_cluster_is_refused(tmp_path: Path) -> None:
+    with cluster(tmp_path) as url, pytest.raises(UsageError, match="Redis Cluster"):
+        connect(url)
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[str]:
+    server = ValkeyServer(folder, "--cluster-enabled", "yes")
+    server.start()
+    try:
+        yield server.url
+    finally:
+        server.kill()
