@@ -39,8 +39,8 @@ class Settings(BaseSettings):
     s3_access_key_id: str | None = None
     s3_secret_access_key: SecretStr | None = None
 
-    lease_ttl: Annotated[float, Field(gt=0)] = 60
-    """How long a shard stays with a worker that has stopped beating."""
+    lease_ttl: Annotated[float, Field(gt=0)] = 30
+    """How long a shard stays with a worker that has stopped beating. A beat comes every two seconds."""
     sweep_every: Annotated[float, Field(gt=0)] = 10
     stop_grace: Annotated[float, Field(gt=0)] = 30
     """How long a worker may take to stop after SIGTERM before it ends itself."""
