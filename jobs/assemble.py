@@ -68,14 +68,14 @@ def _segment(record: SegmentRecord | DeadShard) -> SegmentRecord:
 def _vanished(
     records: dict[int, SegmentRecord | DeadShard], stores: Stores, layout: JobLayout, on_progress: Callable[[], None]
 ) -> Iterator[int]:
-    """The shards of which a committed object is missing or has another size than was committed."""
+    """The shards of which a committed object is missing, or is not the one that was committed."""
 
     def is_whole(item: tuple[int, SegmentRecord | DeadShard]) -> bool:
         shard, record = item
         if isinstance(record, DeadShard):
             return True
         try:
-            return all(stores.head(part.url).size == part.size for part in record.objects(layout, shard) if part)
+            return all(stores.head(part.url) == part for part in record.objects(layout, shard) if part)
         except ObjectNotFound:
             return False
 
@@ -166,15 +166,22 @@ def _join(
     )
 
 
-def _write_remaining(spec: JobSpec, stores: Stores, planned: Plan, segments: dict[int, SegmentRecord]) -> str:
-    """The input's lines that a cancelled job has not done, as a file that can be submitted."""
+def _write_remaining(spec: JobSpec, stores: Stores, planned: Plan, segments: dict[int, SegmentRecord]) -> str | None:
+    """The input's lines that a cancelled job has not done, as a file that can be submitted.
+
+    None where the input is no longer the one that was submitted: what is done is kept all the same.
+    """
     missing = [(s.start, s.end) for s in planned.shards if s.index not in segments]
     if not planned.shards:
         missing = [(0, spec.input.size)]
-    with stores.writer(spec.layout.remaining, sum(end - start for start, end in missing)) as writer:
-        for start, end in missing:
-            for piece in stores.stream(spec.input.url, start, end, spec.input.etag):
-                writer.write(piece)
+    try:
+        with stores.writer(spec.layout.remaining, sum(end - start for start, end in missing)) as writer:
+            for start, end in missing:
+                for piece in stores.stream(spec.input.url, start, end, spec.input.etag):
+                    writer.write(piece)
+    except (ObjectNotFound, PreconditionFailed) as error:
+        log.warning("job %s: no file of what is left to do: %s", spec.id, error)
+        return None
     return spec.layout.remaining
 
 

@@ -15,9 +15,9 @@ from redis.lock import Lock
 
 from jobs.assemble import assemble
 from jobs.broker import PLAN, Tokens, model_queue, queue_key
-from jobs.errors import PagemillError, RowError, ServiceUnreachable
+from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, RowError, ServiceUnreachable
 from jobs.ledger import Ledger
-from jobs.planner import Planned, dump_plan, plan
+from jobs.planner import Plan, Planned, dump_plan, load_plan, plan
 from jobs.settings import Settings
 from jobs.spec import JobSpec
 from jobs.storage import Stores
@@ -49,17 +49,13 @@ class Control:
                 return
             spec = self._ledger.spec(job_id)
             try:
-                planned = plan(spec, self._stores, self._settings, lambda rows, size: keep_lock())
+                planned = self._written_plan(spec, keep_lock)
             except ServiceUnreachable:
                 raise  # not the job's fault: the sweeper sends it here again
             except PagemillError as error:
                 self._refuse(spec, [RowError(code=error.code, message=str(error))])
                 return
-            if planned.bad and spec.on_bad_row == "fail":
-                self._refuse_rows(spec, planned)
-                return
-            self._stores.put(spec.layout.plan, dump_plan(planned))
-            if self._ledger.add_shards(job_id, planned.shards) == "ok":
+            if planned is not None and self._ledger.add_shards(job_id, planned.shards) == "ok":
                 self._ledger.open(
                     spec,
                     shards=len(planned.shards),
@@ -113,6 +109,24 @@ class Control:
             wanted = min(count, max(slots[model] - leased[model], 1))
             queued = int(self._ledger.client.llen(queue_key(model_queue(model))))
             self._tokens.work(model, wanted - queued)
+
+    def _written_plan(self, spec: JobSpec, keep_lock: "KeepLock") -> Plan | None:
+        """The plan that is in storage, written now if there is none; None where bad rows fail the job.
+
+        A plan once written stays: another planner's limits may cut elsewhere, and shards of both would have rows twice.
+        """
+        try:
+            return load_plan(self._stores.read(spec.layout.plan))
+        except ObjectNotFound:
+            planned = plan(spec, self._stores, self._settings, lambda rows, size: keep_lock())
+        if planned.bad and spec.on_bad_row == "fail":
+            self._refuse_rows(spec, planned)
+            return None
+        try:
+            self._stores.put_if_absent(spec.layout.plan, dump_plan(planned))
+        except PreconditionFailed:
+            return load_plan(self._stores.read(spec.layout.plan))
+        return planned
 
     def _refuse_rows(self, spec: JobSpec, planned: Planned) -> None:
         with self._stores.writer(spec.error_url) as writer:

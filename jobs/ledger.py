@@ -174,8 +174,12 @@ class Ledger:
         return self._finish(job_id, from_state, "failed", fields)
 
     def finish(self, manifest: Manifest, from_state: str) -> str:
-        """End a job whose manifest is written. 'ok', or the state that forbids it."""
+        """End a job whose manifest is written. 'ok', or the state that forbids it.
+
+        The manifest's counts replace the commits', which know nothing of the rows of dead shards.
+        """
         fields = {
+            **dict(zip(_COUNTERS, _counts(manifest), strict=True)),
             "output_url": manifest.output.url,
             "error_url": manifest.errors.url if manifest.errors else "",
             "remaining_url": manifest.remaining or "",
@@ -401,9 +405,10 @@ def _view(spec: JobSpec, fields: dict[str, str], in_flight: int, leased: int) ->
     )
 
 
-def _counts(record: SegmentRecord) -> list[int]:
-    usage = record.usage
-    return [record.ok, record.failed, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+def _counts(of: SegmentRecord | Manifest) -> list[int]:
+    """In the order of `_COUNTERS`."""
+    usage = of.usage
+    return [of.ok, of.failed, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
 
 
 def _dump_errors(errors: Sequence[RowError]) -> str:

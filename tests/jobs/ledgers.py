@@ -52,21 +52,19 @@ def record_of(lease: Lease, **fields: Any) -> SegmentRecord:
     )
 
 
-def manifest_of(spec: JobSpec, state: str = "completed") -> Manifest:
-    return Manifest(
-        job_id=spec.id,
-        spec_fingerprint=spec.fingerprint,
-        state=state,
-        rows=0,
-        ok=0,
-        failed=0,
-        usage=Usage(),
-        output=ResultFile(url=spec.output_url, size=0, lines=0),
-        errors=None,
-        remaining=None,
-        engines=(),
-        segments=(),
-    )
+def manifest_of(spec: JobSpec, state: str = "completed", **fields: Any) -> Manifest:
+    defaults: dict[str, Any] = {
+        "rows": 0,
+        "ok": 0,
+        "failed": 0,
+        "usage": Usage(),
+        "output": ResultFile(url=spec.output_url, size=0, lines=0),
+        "errors": None,
+        "remaining": None,
+        "engines": (),
+        "segments": (),
+    }
+    return Manifest(job_id=spec.id, spec_fingerprint=spec.fingerprint, state=state, **{**defaults, **fields})
 
 
 def worker(model: str, **fields: Any) -> WorkerView:

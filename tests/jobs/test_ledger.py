@@ -116,7 +116,8 @@ def test_a_finished_job_leaves_its_history_and_nothing_else(ledger: Ledger) -> N
     ledger.beat([(lease, 3)], TTL)
     assert ledger.view(spec.id).in_flight == 3
     ledger.commit(lease, record_of(lease))
-    assert ledger.finish(manifest_of(spec), from_state="finalizing") == "ok"
+    manifest = manifest_of(spec, ok=9, failed=1, usage=record_of(lease).usage)
+    assert ledger.finish(manifest, from_state="finalizing") == "ok"
     assert set(ledger.client.keys(f"*{spec.id}*")) == {key(spec.id, name) for name in ("job", "commit", "tries")}
     view = ledger.view(spec.id)
     assert (view.state, view.done, view.failed, view.in_flight) == ("completed", 9, 1, 0)

@@ -58,6 +58,20 @@ class Job:
     faults: dict[int, str] = field(default_factory=dict)
     records: dict[int, SegmentRecord | DeadShard] = field(default_factory=dict)
 
+    @property
+    def segments(self) -> list[SegmentRecord]:
+        return [record for record in self.records.values() if isinstance(record, SegmentRecord)]
+
+    @property
+    def rows_done(self) -> int:
+        return (ROWS - 1) * len(self.segments)
+
+    @property
+    def rows_failed(self) -> int:
+        """A dead shard's rows are counted when the job ends."""
+        dead = len(self.records) - len(self.segments)
+        return len(self.segments) + (ROWS * dead if self.state in ("completed", "cancelled") else 0)
+
     def owns(self, lease: Lease) -> bool:
         return self.owners.get(lease.shard.index) == lease
 
@@ -294,7 +308,9 @@ class LedgerMachine(RuleBasedStateMachine):
         """An assembler ends the job as it should, after one that is late has tried from a state long gone."""
         job = self.jobs[number]
         for from_state, end in ENDING.items():
-            reply = self.run(lost, self.ledger.finish, manifest_of(job.spec, end), from_state)
+            dead = len(job.records) - len(job.segments)
+            manifest = manifest_of(job.spec, end, ok=job.rows_done, failed=len(job.segments) + ROWS * dead)
+            reply = self.run(lost, self.ledger.finish, manifest, from_state)
             if job.state == from_state:
                 job.stop(end)
             assert reply == ("ok" if job.state == end else job.state or "gone")
@@ -361,12 +377,12 @@ def check(job: Job, found: dict[str, Any]) -> None:
     assert {int(shard): load_record(data) for shard, data in found["commit"].items()} == job.records
     if job.state is None:
         return
-    segments = [record for record in job.records.values() if isinstance(record, SegmentRecord)]
+    segments = job.segments
     assert len({record.fence for record in segments}) == len(segments)
     assert {name: int(found["job"][name]) for name in ("settled", "done", "failed", "fence")} == {
         "settled": len(job.records),
-        "done": (ROWS - 1) * len(segments),
-        "failed": len(segments),
+        "done": job.rows_done,
+        "failed": job.rows_failed,
         "fence": job.fence,
     }
 
