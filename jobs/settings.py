@@ -8,11 +8,14 @@ import os
 import tempfile
 from functools import cache
 from pathlib import Path
+from tomllib import TOMLDecodeError
 from typing import Annotated
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from jobs.errors import UsageError
 
 _MAX_SOCKET_PATH = 100
 
@@ -99,5 +102,16 @@ def mask(url: str) -> str:
 
 @cache
 def settings() -> Settings:
-    """The settings of this process, read once."""
-    return Settings()
+    """The settings of this process, read once. Raises UsageError naming the setting, or the file that is not TOML."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        raise UsageError(
+            f"The setting {name} is wrong: {first['msg']}.",
+            code="invalid_setting",
+            hint=f"Check PAGEMILL_{name.upper()} and {name} in pagemill.toml.",
+        ) from error
+    except TOMLDecodeError as error:
+        raise UsageError(f"pagemill.toml is not TOML: {error}", code="invalid_setting") from error

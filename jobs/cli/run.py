@@ -18,7 +18,7 @@ from jobs.cli.client import Client, open_client
 from jobs.cli.options import EngineOptions, JobOptions, Json, Model, with_groups
 from jobs.cli.services import children
 from jobs.cli.show import exit_code, follow, print_errors, print_json, stderr, stdout
-from jobs.errors import UsageError
+from jobs.errors import PagemillError, UsageError
 from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
 from jobs.records import JobView
@@ -61,8 +61,14 @@ def run(
         except KeyboardInterrupt:
             stderr.print(f"Stopped. The same command takes the run up again; {folder} has what is done.")
             raise
-        manifest_exists = view.state == "completed"
-    if manifest_exists or view.state == "failed":
+        except PagemillError:
+            # What cannot start leaves nothing to take up, and must not stand in the way of the corrected command.
+            nothing_done = not client.ledger.view(spec.id).settled
+            supervisor.stop()
+            if nothing_done:
+                shutil.rmtree(folder)
+            raise
+    if view.state in ("completed", "failed"):
         shutil.rmtree(folder)
     _report(view, client, show, json)
     raise typer.Exit(exit_code(view))

@@ -1,6 +1,7 @@
 """Jobs on a terminal: a line, a page, a progress bar."""
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -8,17 +9,20 @@ from datetime import datetime, timedelta
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED
 from jobs.ledger import Ledger
 from jobs.records import JobView
 
-stdout = Console(soft_wrap=True, highlight=False)
-stderr = Console(stderr=True, soft_wrap=True, highlight=False)
-
+_PIPE_WIDTH = 10_000
 _REFRESH_S = 0.5
 _SHOWN_ERRORS = 10
+
+# A pipe has no width: what is cut to fit one cannot be copied.
+stdout = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+
 _COLORS = {"completed": "green", "failed": "red", "cancelled": "yellow", "expired": "yellow"}
 
 
@@ -76,7 +80,7 @@ def print_errors(view: JobView) -> None:
 
 
 def print_jobs(views: list[JobView]) -> None:
-    table = Table("job", "state", "model", "rows", "failed", "created", box=None)
+    table = Table(Column("job", no_wrap=True, overflow="fold"), "state", "model", "rows", "failed", "created", box=None)
     for view in views:
         done = f"{view.done + view.failed}/{'?' if view.rows is None else view.rows}"
         created = datetime.fromtimestamp(view.created_at).strftime("%Y-%m-%d %H:%M")

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jobs.errors import EXIT_USAGE, PagemillError, ServiceUnreachable
+from jobs.errors import EXIT_USAGE, PagemillError, ServiceUnreachable, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ class Supervisor:
             long_life = time.monotonic() - born > _LONG_LIFE_S
             short_lives = 0 if long_life else short_lives + 1
             if code == EXIT_USAGE or short_lives == _MAX_SHORT_LIVES:
-                self.failure = PagemillError(f"{child.name} cannot run: {self._last_words(child.name)}")
+                kind = UsageError if code == EXIT_USAGE else PagemillError
+                self.failure = kind(f"{child.name} cannot run: {self._last_words(child.name).removeprefix('error: ')}")
                 self.failed.set()
                 return
             delay = _RESTART_DELAY_S if long_life else min(delay * 2, _MAX_RESTART_DELAY_S)

@@ -64,9 +64,10 @@ def test_an_unknown_model_ends_the_run_with_its_name(tmp_path: Path) -> None:
     command = run_command(DATA / "gsm8k_16.jsonl", tmp_path / "out.jsonl", "--prompt-column", "question")
     command[command.index("demo")] = str(tmp_path / "nothing-here")
     done = subprocess.run(command, capture_output=True, timeout=200)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "nothing-here" in done.stderr.decode()
     assert "Traceback" not in done.stderr.decode()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stopped_run_is_taken_up_again(tmp_path: Path) -> None:
