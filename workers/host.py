@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _SUSPECT_AFTER_DEATHS = 2
 _RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 0.5, 30.0
+_STOP_POLL_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +54,8 @@ class EngineHost:
         self._make_engine = make_engine
         self._engine = make_engine(config)
         self._info: EngineInfo | None = None
-        self._lock = threading.Lock()
+        # Reentrant: an answer that is there before its callback is added is taken by the thread that sent the call.
+        self._lock = threading.RLock()
         self._up = False
         self._in_flight: set[Call] = set()
         self._held: deque[Call] = deque()
@@ -102,8 +104,10 @@ class EngineHost:
         """End the engine; calls that are open raise EngineDied."""
         self._stopping.set()
         self._engine.stop(timeout_s)
-        if self._keeper.is_alive():
-            self._keeper.join()
+        while self._keeper.is_alive():
+            # It may have been starting the next engine, which has to be ended as well.
+            self._keeper.join(_STOP_POLL_S)
+            self._engine.stop(0)
         with self._lock:
             orphans = [*self._held, *self._suspects, *self._in_flight]
             self._held.clear()

@@ -1,0 +1,142 @@
+"""Engines without a model: they answer by rule, in steps, and die when they are told to or are asked for poison."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import EngineDied, EngineError
+from engine.info import EngineInfo, EngineStats
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.sampling_params import SamplingParams
+
+CONFIG = EngineConfig("stub")
+INFO = EngineInfo("stub", "float32", "cpu", 100, 8, 64, 1000, 50, 16)
+POISON = "poison"
+
+
+def text_of(prompt: Any) -> str:
+    """What a prompt says: itself, or its last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def answer_to(prompt: Any) -> RequestOutput:
+    text = f"answer to {text_of(prompt)}"
+    return RequestOutput(0, (1, 2, 3), (CompletionOutput(0, text, (7, 8), "stop"),), num_cached_tokens=1)
+
+
+@dataclass
+class Engines:
+    """Makes engines, as EngineHost wants it, and holds what the test says of all of them.
+
+    A step takes all that was asked since the last and answers it at once, unless there is poison among it: then the
+    engine dies. Steps run by themselves, or when the test says `step`.
+    """
+
+    by_hand: bool = False
+    made: list["StubEngine"] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    most_in_flight: int = 0
+    do_not_start: list[EngineError] = field(default_factory=list)
+    on_start: Callable[[], None] = lambda: None
+    started: threading.Condition = field(default_factory=threading.Condition)
+    rules: Callable[[Any], RequestOutput] = answer_to
+
+    def __call__(self, config: EngineConfig) -> "StubEngine":
+        self.made.append(StubEngine(self))
+        return self.made[-1]
+
+    def wait_for(self, count: int) -> None:
+        """Until so many have been made, and the last of them runs."""
+        with self.started:
+            assert self.started.wait_for(lambda: len(self.made) >= count and self.last.pid is not None, 20)
+
+    @property
+    def last(self) -> "StubEngine":
+        return self.made[-1]
+
+
+class StubEngine:
+    """The surface of EngineProcess."""
+
+    def __init__(self, engines: Engines) -> None:
+        self.engines = engines
+        self.died = threading.Event()
+        self.pid: int | None = None
+        self._accepting = True
+        self._changed = threading.Condition()
+        self._in_flight: dict[Future[RequestOutput], Any] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self, timeout_s: float = 600) -> EngineInfo:
+        self.engines.on_start()
+        if self.engines.do_not_start:
+            self.died.set()
+            raise self.engines.do_not_start.pop(0)
+        self.pid = 1000 + len(self.engines.made)
+        self._thread.start()
+        with self.engines.started:
+            self.engines.started.notify_all()
+        return INFO
+
+    def submit(self, prompt: Any, params: SamplingParams) -> Future[RequestOutput]:
+        future: Future[RequestOutput] = Future()
+        future.set_running_or_notify_cancel()
+        with self._changed:
+            if self._accepting:
+                self.engines.asked.append(text_of(prompt))
+                self._in_flight[future] = prompt
+                self.engines.most_in_flight = max(self.engines.most_in_flight, len(self._in_flight))
+                self._changed.notify_all()
+                return future
+        future.set_exception(EngineDied("not running"))
+        return future
+
+    def abort(self, future: Future[RequestOutput]) -> None:
+        with self._changed:
+            prompt = self._in_flight.pop(future, None)
+        if prompt is not None:
+            future.set_result(RequestOutput(0, (), (CompletionOutput(0, "", (), "abort"),)))
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def stop(self, timeout_s: float = 5) -> None:
+        if self.pid is not None:
+            self.die()
+
+    def step(self) -> None:
+        """Answer all that is in flight, or die of it."""
+        with self._changed:
+            batch = dict(self._in_flight)
+            poisoned = any(POISON in text_of(prompt) for prompt in batch.values())
+            if not poisoned:
+                self._in_flight.clear()
+        if poisoned:
+            self.die()
+            return
+        for future, prompt in batch.items():
+            future.set_result(self.engines.rules(prompt))
+
+    def die(self) -> None:
+        with self._changed:
+            orphans = list(self._in_flight)
+            self._in_flight.clear()
+            self._accepting = False
+            self._changed.notify_all()
+        for future in orphans:
+            future.set_exception(EngineDied("died with the request in flight"))
+        self.died.set()
+
+    def wait_for(self, count: int) -> None:
+        """Until so many requests are in flight."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._in_flight) >= count, 10), self._in_flight
+
+    def _run(self) -> None:
+        while self._accepting:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._accepting or (self._in_flight and not self.engines.by_hand))
+            self.step()

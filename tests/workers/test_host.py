@@ -1,0 +1,198 @@
+"""The keeper of the engine process: deaths are survived, and only the request that causes them finds its error."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineDied, ModelNotFound, RequestError
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+from tests.workers.stub_engine import CONFIG, INFO, Engines, answer_to
+from workers import host as host_module
+from workers.host import Call, EngineHost
+from workers.render import EngineRequest
+
+PARAMS = SamplingParams()
+WAIT_S = 20
+
+
+@pytest.fixture(autouse=True)
+def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "_RESTART_DELAY_S", 0.01)
+    monkeypatch.setattr(host_module, "_MAX_RESTART_DELAY_S", 0.02)
+
+
+@pytest.fixture
+def engines() -> Engines:
+    return Engines()
+
+
+@pytest.fixture
+def host(engines: Engines) -> Iterator[EngineHost]:
+    host = EngineHost(CONFIG, engines)
+    assert host.start() == INFO
+    yield host
+    host.stop()
+
+
+def ask(host: EngineHost, *prompts: str) -> list[Call]:
+    return [host.submit(EngineRequest(prompt, PARAMS)) for prompt in prompts]
+
+
+def text(call: Call) -> str:
+    return call.answer.result(WAIT_S).outputs[0].text
+
+
+def test_calls_are_answered(host: EngineHost) -> None:
+    assert [text(call) for call in ask(host, "a", "b")] == ["answer to a", "answer to b"]
+
+
+def test_an_engine_that_cannot_load_its_model_says_so(engines: Engines) -> None:
+    engines.do_not_start.append(ModelNotFound("There is no such model."))
+    host = EngineHost(CONFIG, engines)
+    with pytest.raises(ModelNotFound):
+        host.start()
+    host.stop()
+
+
+def test_what_was_in_flight_is_asked_again_when_the_engine_dies(engines: Engines, host: EngineHost) -> None:
+    engines.by_hand = True
+    calls = ask(host, "a", "b", "c")
+    engines.last.die()
+    engines.wait_for(2)
+    engines.last.wait_for(3)
+    assert not any(call.answer.done() for call in calls)
+    engines.last.step()
+    assert [text(call) for call in calls] == ["answer to a", "answer to b", "answer to c"]
+    assert host.restarts == 1
+    assert host.engine_pid == engines.last.pid
+
+
+def test_the_call_that_kills_the_engine_gets_its_error_and_its_neighbours_their_answers(
+    engines: Engines, host: EngineHost
+) -> None:
+    calls = ask(host, "a", "some poison", "b", "c")
+    with pytest.raises(RequestError, match="died each time") as caught:
+        calls[1].answer.result(WAIT_S)
+    assert caught.value.code == "engine_error"
+    assert [text(call) for call in calls if call is not calls[1]] == ["answer to a", "answer to b", "answer to c"]
+    assert host.restarts <= 3
+    assert [text(call) for call in ask(host, "d")] == ["answer to d"]
+
+
+def test_two_calls_that_kill_the_engine_are_both_found(host: EngineHost) -> None:
+    calls = ask(host, "poison 1", "a", "poison 2", "b")
+    for guilty in (calls[0], calls[2]):
+        with pytest.raises(RequestError):
+            guilty.answer.result(WAIT_S)
+    assert [text(calls[1]), text(calls[3])] == ["answer to a", "answer to b"]
+
+
+def test_a_machine_that_fails_twice_accuses_nobody(engines: Engines, host: EngineHost) -> None:
+    """After that, those that were there both times run one at a time."""
+    engines.by_hand = True
+    calls = ask(host, "a", "b", "c")
+    for death in (1, 2):
+        engines.last.wait_for(3)
+        engines.last.die()
+        engines.wait_for(death + 1)
+    engines.most_in_flight = 0
+    late = ask(host, "late")
+    for _ in range(3):
+        engines.last.wait_for(1)
+        engines.last.step()
+    engines.last.wait_for(1)
+    engines.last.step()
+    assert [text(call) for call in [*calls, *late]] == [f"answer to {p}" for p in ("a", "b", "c", "late")]
+    assert engines.most_in_flight == 1
+
+
+def test_an_engine_that_does_not_start_again_is_tried_again(engines: Engines, host: EngineHost) -> None:
+    engines.do_not_start += [EngineDied("no memory"), EngineDied("no memory yet")]
+    engines.last.die()
+    (call,) = ask(host, "a")
+    assert text(call) == "answer to a"
+    assert host.restarts == 1
+    assert len(engines.made) == 4
+
+
+def test_a_stop_ends_open_calls_with_engine_died(engines: Engines, host: EngineHost) -> None:
+    engines.by_hand = True
+    calls = ask(host, "a", "b")
+    engines.last.wait_for(2)
+    host.stop()
+    for call in calls:
+        with pytest.raises(EngineDied, match="stops its engine"):
+            call.answer.result(WAIT_S)
+    assert engines.last.died.is_set()
+
+
+def test_a_stop_while_the_engine_is_down_ends_calls_that_wait(engines: Engines, host: EngineHost) -> None:
+    engines.do_not_start += [EngineDied("no memory")] * 1000
+    engines.last.die()
+    (call,) = ask(host, "a")
+    host.stop()
+    with pytest.raises(EngineDied):
+        call.answer.result(WAIT_S)
+
+
+def test_a_stop_while_the_engine_starts_again_ends_that_one_too(engines: Engines, host: EngineHost) -> None:
+    starting, go_on = threading.Event(), threading.Event()
+
+    def load_slowly() -> None:
+        starting.set()
+        assert go_on.wait(WAIT_S)
+
+    engines.on_start = load_slowly
+    engines.last.die()
+    assert starting.wait(WAIT_S)
+    stop = threading.Thread(target=host.stop)
+    stop.start()
+    go_on.set()
+    stop.join(WAIT_S)
+    assert not stop.is_alive()
+    assert len(engines.made) == 2
+    assert engines.last.died.is_set()
+
+
+def test_an_answer_that_is_there_at_once_blocks_nobody(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_now(prompt: Any, params: SamplingParams) -> "Future[RequestOutput]":
+        future: Future[RequestOutput] = Future()
+        future.set_result(answer_to(prompt))
+        return future
+
+    host = EngineHost(CONFIG, engines)
+    host.start()
+    monkeypatch.setattr(engines.last, "submit", answer_now)
+    answered: list[str] = []
+    asker = threading.Thread(target=lambda: answered.extend(map(text, ask(host, "a", "b"))), daemon=True)
+    asker.start()
+    asker.join(WAIT_S)
+    assert answered == ["answer to a", "answer to b"]
+    host.stop()
+
+
+def test_aborted_calls_are_not_asked_again(engines: Engines, host: EngineHost) -> None:
+    engines.by_hand = True
+    calls = ask(host, "a", "b", "c")
+    engines.last.wait_for(3)
+    host.abort(calls[:2])
+    engines.last.die()
+    engines.wait_for(2)
+    engines.last.wait_for(1)
+    assert engines.asked[-1] == "c"
+    assert engines.asked.count("a") == engines.asked.count("b") == 1
+    engines.last.step()
+    assert text(calls[2]) == "answer to c"
+
+
+def test_aborted_calls_that_were_never_sent_are_forgotten(engines: Engines, host: EngineHost) -> None:
+    engines.do_not_start.append(EngineDied("no memory"))
+    engines.last.die()
+    calls = ask(host, "a", "b")
+    host.abort(calls[:1])
+    assert text(calls[1]) == "answer to b"
+    assert "a" not in engines.asked[-1:]
