@@ -231,7 +231,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.stats().kv_blocks_used == 0
         self.scheduler.check_integrity()
         for index, done in self.requests.items():
-            expected = answer(done.prompt_token_ids, done.params.max_tokens)
+            room = self.limits.max_model_len - done.num_prompt_tokens
+            expected = answer(done.prompt_token_ids, min(done.params.max_tokens, room))
             if index in self.aborted:
                 assert done.finish_reason == "abort"
                 assert done.output_token_ids == expected[: done.num_output_tokens]
