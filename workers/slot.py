@@ -6,10 +6,12 @@ does not drain at the end of a shard.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from queue import SimpleQueue
 from typing import Literal, TypeVar
 from uuid import uuid4
@@ -130,36 +132,41 @@ class Attempt:
         self._calls: dict[int, tuple[PlannedRow, Call]] = {}
         self._settled: dict[int, tuple[PlannedRow, Completion | RowError]] = {}
         self._next_row = lease.shard.first_row
+        self._rows_read = 0
+        self._rows = self._rows_from(0)
 
     def run(self) -> None:
         context, lease = self._context, self._lease
         context.stopping.listen(self._stop)
         try:
-            with Spool() as spool:
-                context.heartbeat.hold(Held(lease, lambda: spool.rows, self._end))
-                self._answer_rows(spool)
-                self._commit(self._put(spool))
+            self._answer_and_commit()
         except ShardAbandoned as abandoned:
             log.info("job %s shard %d: abandoned (%s)", lease.job_id, lease.shard.index, abandoned.why)
             if abandoned.why == "stopping":
                 self._give_back()
-        except (PagemillError, OSError) as error:
-            log.error("job %s shard %d: %s", lease.job_id, lease.shard.index, error)
-            self._persistently(partial(self._give_up, error))
         finally:
             context.heartbeat.drop(lease)
             context.stopping.forget(self._stop)
             context.host.abort([call for _, call in self._calls.values()])
 
+    def _answer_and_commit(self) -> None:
+        try:
+            with Spool() as spool:
+                self._context.heartbeat.hold(Held(self._lease, lambda: spool.rows, self._end))
+                self._answer_rows(spool)
+                self._commit(self._put(spool))
+        except (PagemillError, OSError) as error:
+            log.error("job %s shard %d: %s", self._lease.job_id, self._lease.shard.index, error)
+            self._persistently(partial(self._give_up, error))
+
     # --- rows ---------------------------------------------------------------------------------------------------
 
     def _answer_rows(self, spool: Spool) -> None:
-        rows = shard_rows(self._lease.spec, self._context.stores, self._lease.shard)
         exhausted = False
         while not exhausted or self._calls:
             while not exhausted and len(self._calls) + len(self._settled) < self._context.window:
                 self._raise_if_ended()
-                if (planned := next(rows, None)) is None:
+                if (planned := self._persistently(self._read_row)) is None:
                     exhausted = True
                 else:
                     self._ask(planned)
@@ -171,6 +178,19 @@ class Attempt:
             raise PagemillError(
                 f"Only {spool.rows} of {self._lease.shard.rows} rows were answered.", code="short_segment"
             )
+
+    def _read_row(self) -> PlannedRow | None:
+        """The next row of the shard. After a store did not answer, the input is opened again at the same row."""
+        try:
+            planned = next(self._rows, None)
+        except ServiceUnreachable:
+            self._rows = self._rows_from(self._rows_read)
+            raise
+        self._rows_read += 1
+        return planned
+
+    def _rows_from(self, first: int) -> Iterator[PlannedRow]:
+        return islice(shard_rows(self._lease.spec, self._context.stores, self._lease.shard), first, None)
 
     def _ask(self, planned: PlannedRow) -> None:
         if not isinstance(planned.row, Row):
@@ -223,8 +243,9 @@ class Attempt:
         if verdict != "ok":
             raise ShardAbandoned(verdict)
         # Only for speed: were this lost, the sweeper would find the job `finalizing`.
-        if self._context.ledger.state(self._lease.job_id) == "finalizing":
-            self._context.tokens.assemble(self._lease.job_id)
+        with suppress(RedisError):
+            if self._context.ledger.state(self._lease.job_id) == "finalizing":
+                self._context.tokens.assemble(self._lease.job_id)
 
     def _give_back(self) -> None:
         try:

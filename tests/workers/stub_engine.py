@@ -97,6 +97,7 @@ class StubEngine:
     def abort(self, future: Future[RequestOutput]) -> None:
         with self._changed:
             prompt = self._in_flight.pop(future, None)
+            self._changed.notify_all()
         if prompt is not None:
             future.set_result(RequestOutput(0, (), (CompletionOutput(0, "", (), "abort"),)))
 
@@ -133,7 +134,24 @@ class StubEngine:
     def wait_for(self, count: int) -> None:
         """Until so many requests are in flight."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self._in_flight) >= count, 10), self._in_flight
+            assert self.has(count, within_s=10), self._in_flight
+
+    def has(self, count: int, within_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._in_flight) >= count, within_s)
+
+    def wait_until_empty(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._in_flight, 10), self._in_flight
+
+    def in_flight(self) -> list[tuple[Future[RequestOutput], Any]]:
+        with self._changed:
+            return list(self._in_flight.items())
+
+    def answer(self, future: Future[RequestOutput], output: RequestOutput) -> None:
+        with self._changed:
+            del self._in_flight[future]
+        future.set_result(output)
 
     def _run(self) -> None:
         while self._accepting:

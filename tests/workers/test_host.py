@@ -11,23 +11,11 @@ from engine.errors import EngineDied, ModelNotFound, RequestError
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.workers.stub_engine import CONFIG, INFO, Engines, answer_to
-from workers import host as host_module
 from workers.host import Call, EngineHost
 from workers.render import EngineRequest
 
 PARAMS = SamplingParams()
 WAIT_S = 20
-
-
-@pytest.fixture(autouse=True)
-def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "_RESTART_DELAY_S", 0.01)
-    monkeypatch.setattr(host_module, "_MAX_RESTART_DELAY_S", 0.02)
-
-
-@pytest.fixture
-def engines() -> Engines:
-    return Engines()
 
 
 @pytest.fixture
