@@ -22,6 +22,7 @@ _RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 0.2, 10.0
 _LONG_LIFE_S, _MAX_SHORT_LIVES = 30.0, 5
 _READY_S, _POLL_S = 30.0, 0.05
 _TAIL_BYTES = 4096
+_ERROR, _HINT = "error: ", "hint: "
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,19 @@ class Supervisor:
         short_lives = 0
         while not self._stopping.is_set():
             born = time.monotonic()
-            code = self._run(child)
+            try:
+                code = self._run(child)
+            except OSError as error:
+                self._fail(PagemillError(f"{child.name} cannot be started: {error}"))
+                return
             if self._stopping.is_set():
                 return
             long_life = time.monotonic() - born > _LONG_LIFE_S
             short_lives = 0 if long_life else short_lives + 1
             if code == EXIT_USAGE or short_lives == _MAX_SHORT_LIVES:
                 kind = UsageError if code == EXIT_USAGE else PagemillError
-                self.failure = kind(f"{child.name} cannot run: {self._last_words(child.name).removeprefix('error: ')}")
-                self.failed.set()
+                words, hint = self._last_words(child.name)
+                self._fail(kind(f"{child.name} cannot run: {words}", hint=hint))
                 return
             delay = _RESTART_DELAY_S if long_life else min(delay * 2, _MAX_RESTART_DELAY_S)
             log.warning(
@@ -139,11 +144,17 @@ class Supervisor:
             process.terminate()
         return process.wait()
 
-    def _last_words(self, name: str) -> str:
+    def _fail(self, failure: PagemillError) -> None:
+        self.failure = failure
+        self.failed.set()
+
+    def _last_words(self, name: str) -> tuple[str, str]:
+        """The error that a child ended with, and its hint, as pagemill's own commands print them; else its last line."""
         with self.log_path(name).open("rb") as file:
             file.seek(max(0, self.log_path(name).stat().st_size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        hint = lines.pop() if len(lines) > 1 and lines[-1].startswith(_HINT) else ""
+        return lines[-1].removeprefix(_ERROR) if lines else "it said nothing", hint.removeprefix(_HINT)
 
 
 def _die_with_parent() -> None:
