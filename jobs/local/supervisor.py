@@ -149,7 +149,7 @@ class Supervisor:
         self.failed.set()
 
     def _last_words(self, name: str) -> tuple[str, str]:
-        """The error that a child ended with, and its hint, as pagemill's own commands print them; else its last line."""
+        """The error that a child ended with, and its hint, as pagemill's commands print them; else its last line."""
         with self.log_path(name).open("rb") as file:
             file.seek(max(0, self.log_path(name).stat().st_size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").strip().splitlines()
