@@ -15,7 +15,7 @@ from redis.lock import Lock
 
 from jobs.assemble import assemble
 from jobs.broker import PLAN, Tokens, model_queue, queue_key
-from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, RowError, ServiceUnreachable
+from jobs.errors import PagemillError, PreconditionFailed, RowError, ServiceUnreachable
 from jobs.ledger import Ledger
 from jobs.planner import Plan, Planned, dump_plan, load_plan, plan
 from jobs.settings import Settings
@@ -25,6 +25,8 @@ from jobs.storage import Stores
 log = logging.getLogger(__name__)
 
 _LOCK_TTL_S = 60
+_MISSED_SWEEPS = 6
+"""After so many, people are told that nobody sweeps."""
 _FIRST_TOKENS = 64
 """Tokens sent when a job opens; the sweeper sends more where more slots are free."""
 
@@ -83,6 +85,7 @@ class Control:
 
     def sweep(self) -> None:
         """Take back expired leases, send the tokens that are missing, and drive on jobs that were left standing."""
+        self._ledger.announce_sweep(_MISSED_SWEEPS * self._settings.sweep_every)
         ready: Counter[str] = Counter()
         leased: Counter[str] = Counter()
         for job_id in self._ledger.live_jobs():
@@ -115,10 +118,7 @@ class Control:
 
         A plan once written stays: another planner's limits may cut elsewhere, and shards of both would have rows twice.
         """
-        try:
-            return load_plan(self._stores.read(spec.layout.plan))
-        except ObjectNotFound:
-            planned = plan(spec, self._stores, self._settings, lambda rows, size: keep_lock())
+        planned = plan(spec, self._stores, self._settings, lambda rows, size: keep_lock())
         if planned.bad and spec.on_bad_row == "fail":
             self._refuse_rows(spec, planned)
             return None

@@ -12,6 +12,7 @@ was rolled back hand out a fence twice.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,11 @@ class JobLayout:
     def segment(self, shard: int, fence: int, attempt: str, part: str = "") -> str:
         """The object of one attempt; `part` tells its error lines (`.errors`) from its output lines."""
         return f"{self.root}/att/{shard:06}/{fence:010}-{attempt}{part}.jsonl"
+
+
+def absolute_url(location: str) -> str:
+    """A URL as it is, and a path as a `file://` URL without `..`: workers have another working directory."""
+    return location if "://" in location else f"file://{Path(location).expanduser().resolve()}"
 
 
 def errors_beside(output_url: str) -> str:

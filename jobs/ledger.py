@@ -3,6 +3,7 @@
     pm:jobs, pm:live          Z  job id -> created; all of them, and those that have not ended
     pm:active:<model>         Z  job id -> created; those with shards to hand out
     pm:worker:<id>            S  what a live worker says of itself, with an expiry;  pm:workers indexes them
+    pm:swept                  S  when jobs were last driven on, with an expiry
     pm:{<job>}:job            H  state, spec, counters, times
              :ready           Z  shard -> its place in line
              :leases          Z  shard -> expiry in ms by the server's clock
@@ -47,6 +48,7 @@ Verdict = Literal["ok", "superseded", "lost", "stop"]
 
 _COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
 _CHUNK = 500
+_UNDRIVEN = "no control worker plans, assembles and sweeps; start `pagemill worker --control` and `pagemill beat`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +303,10 @@ class Ledger:
         self.client.delete(f"pm:worker:{worker_id}")
         self.client.srem("pm:workers", worker_id)
 
+    def announce_sweep(self, ttl: float) -> None:
+        """Say that jobs are being driven on; it is forgotten `ttl` seconds after the last sweep."""
+        self.client.set("pm:swept", _now(), px=_ms(ttl))
+
     def workers(self) -> list[WorkerView]:
         """The live workers, by id."""
         ids = sorted(cast(set[str], self.client.smembers("pm:workers")))
@@ -356,8 +362,9 @@ class Ledger:
 
     def _reason(self, view: JobView) -> str | None:
         """Why a job makes no progress, where that can be told."""
+        undriven = None if self.client.exists("pm:swept") else _UNDRIVEN
         if view.state != "in_progress":
-            return None
+            return undriven
         serving = [worker for worker in self.workers() if worker.model == view.model]
         if not serving:
             return (
@@ -368,7 +375,7 @@ class Ledger:
             shard, fault = next(iter(faults.items()))
             return f"shard {shard} is tried again: {fault}"
         if not view.leased:
-            return f"waiting for a free slot of {len(serving)} worker(s)"
+            return undriven or f"waiting for a free slot of {len(serving)} worker(s)"
         return None
 
 

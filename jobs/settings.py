@@ -12,12 +12,17 @@ from tomllib import TOMLDecodeError
 from typing import Annotated
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from jobs.errors import UsageError
+from jobs.layout import absolute_url
 
 _MAX_SOCKET_PATH = 100
+
+
+def _resolved(path: Path) -> Path:
+    return path.expanduser().resolve()
 
 
 def _default_state_dir() -> Path:
@@ -30,7 +35,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="PAGEMILL_", toml_file="pagemill.toml", frozen=True, extra="forbid")
 
-    state_dir: Path = Field(default_factory=_default_state_dir)
+    state_dir: Annotated[Path, AfterValidator(_resolved)] = Field(
+        default_factory=_default_state_dir, validate_default=True
+    )
     """Where `pagemill up` keeps its Valkey data, its socket and its file store."""
     redis_url: str = ""
     """Empty: the Valkey that `pagemill up` runs in `state_dir`."""
@@ -64,7 +71,7 @@ class Settings(BaseSettings):
 
     @property
     def valkey_socket(self) -> Path:
-        path = self.state_dir.absolute() / "valkey.sock"
+        path = self.state_dir / "valkey.sock"
         if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
             return path
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
@@ -88,7 +95,7 @@ class Settings(BaseSettings):
 
     @property
     def storage_url(self) -> str:
-        return (self.storage or f"file://{self.state_dir.absolute() / 'store'}").rstrip("/")
+        return absolute_url(self.storage or str(self.state_dir / "store")).rstrip("/")
 
 
 def mask(url: str) -> str:

@@ -4,27 +4,22 @@ In that order, so that whatever the ledger knows of is in storage. A submit that
 no job refers to, and no job that cannot run.
 """
 
+import os
 import sys
 import time
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from jobs.broker import PLAN, Tokens
 from jobs.errors import ObjectNotFound, UsageError
-from jobs.layout import JobLayout, errors_beside
+from jobs.layout import JobLayout, absolute_url, errors_beside
 from jobs.ledger import Ledger
 from jobs.settings import Settings
 from jobs.spec import InputRef, JobSpec, OnBadRow, OpenAIRows, RecordRows, Sampling, new_job_id
 from jobs.storage import Stores
+from jobs.storage.file import path_of
 
 _STDIN = "-"
-
-
-def absolute_url(location: str) -> str:
-    """A URL as it is, and a path as a `file://` URL: workers have another working directory."""
-    return location if "://" in location else f"file://{Path(location).expanduser().absolute()}"
 
 
 def prepare(
@@ -43,11 +38,13 @@ def prepare(
     """The spec of a job on `source` (a path, a URL, or `-`), with the input where workers can read it.
 
     A local file is uploaded where the storage is not local. Raises UsageError for an input that is missing, a folder,
-    or empty, and whatever the storage raises.
+    or empty, and for an output that could not be written; and whatever the storage raises.
     """
     job_id = job_id or new_job_id()
     layout = JobLayout(settings.storage_url, job_id)
     output_url = absolute_url(output) if output else layout.output
+    if output:
+        _check_output(output_url, source, stores)
     try:
         return JobSpec(
             id=job_id,
@@ -75,6 +72,21 @@ def enter(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens) -> None
     tokens.send(PLAN, spec.id)
 
 
+def _check_output(url: str, source: str, stores: Stores) -> None:
+    """Find out now what would else be found out when all the work is done."""
+    if url == absolute_url(source):
+        raise UsageError(f"The output {url} would overwrite the input.", hint="Give the output another name.")
+    if not url.startswith("file://"):
+        stores.writer(url)  # asks nobody, but knows a URL that no object can have
+        return
+    path = path_of(url)
+    if path.is_dir():
+        raise UsageError(f"The output {path} is a folder.", hint="Name a file in it.")
+    folder = next(parent for parent in path.parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"The output {path} cannot be written: {folder} is no folder that can be written to.")
+
+
 def _place_input(source: str, layout: JobLayout, stores: Stores) -> InputRef:
     if source == _STDIN:
         with stores.writer(layout.input) as writer:
@@ -82,9 +94,8 @@ def _place_input(source: str, layout: JobLayout, stores: Stores) -> InputRef:
                 writer.write(piece)
         return _pinned(layout.input, stores)
     url = absolute_url(source)
-    local = urlsplit(url).scheme == "file"
-    if local:
-        path = Path(urlsplit(url).path) if "://" in source else Path(source).expanduser()
+    if url.startswith("file://"):
+        path = path_of(url)
         if path.is_dir():
             raise UsageError(f"{source} is a folder.", hint="Give one JSONL file.")
         if not path.exists():

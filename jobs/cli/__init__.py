@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 from redis.exceptions import RedisError
@@ -15,11 +15,14 @@ from jobs.cli.inspect import cancel, errors, list_jobs, results, status, watch
 from jobs.cli.run import run
 from jobs.cli.services import beat, up
 from jobs.cli.submit import submit
-from jobs.errors import PagemillError
+from jobs.errors import PagemillError, UsageError
 from jobs.ledger import unreachable
 from jobs.settings import settings
 
 EXIT_INTERRUPTED = 130
+
+# Typer names no more of its errors than this child of the class of all errors of a command line.
+_BadCommandLine = cast(type[Exception], typer.BadParameter.__bases__[0])
 
 _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Jobs": {
@@ -74,7 +77,10 @@ def _make_app() -> typer.Typer:
 def main() -> None:
     """The console script."""
     try:
-        _make_app()()
+        # Left to itself, typer draws a box around what is wrong with a command line; programs want JSON.
+        sys.exit(_make_app()(standalone_mode="--json" not in sys.argv))
+    except _BadCommandLine as error:
+        _report(UsageError(cast(Any, error).format_message()))
     except PagemillError as error:
         _report(error)
     except RedisError as error:

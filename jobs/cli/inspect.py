@@ -1,7 +1,6 @@
 """Looking at jobs, stopping them, and fetching what they made."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +9,7 @@ from jobs.cli.client import Client, open_client
 from jobs.cli.options import Json
 from jobs.cli.show import exit_code, follow, print_job, print_jobs, print_json
 from jobs.errors import UsageError
+from jobs.layout import absolute_url
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 To = Annotated[str | None, typer.Option("--output", "-o", help="A file to write to instead of standard output.")]
@@ -86,6 +86,6 @@ def _deliver(client: Client, url: str, output: str | None, json: bool) -> None:
             sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
         return
-    with client.stores.writer(str(Path(output).absolute())) as writer:
+    with client.stores.writer(absolute_url(output)) as writer:
         for piece in pieces:
             writer.write(piece)

@@ -154,4 +154,4 @@ def _validated(kind: type[T], **values: Any) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"--{str(part).replace('_', '-')}: " for part in first["loc"][:1])
-        raise UsageError(f"{where}{first['msg']}") from error
+        raise UsageError(f"{where}{first['msg'].removeprefix('Value error, ')}") from error

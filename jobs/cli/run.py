@@ -77,7 +77,7 @@ def run(
 def _state_folder(output: str) -> Path:
     """Beside a local output; in the working folder for one in a bucket."""
     local = Path(output.removeprefix("file://")) if "s3://" not in output else Path(output.rsplit("/", 1)[-1])
-    return local.absolute().with_name(f"{local.name}.pagemill")
+    return local.expanduser().resolve().with_name(f"{local.name}.pagemill")
 
 
 def _spec(source: str, output: str, model: str, job: JobOptions, config: Settings) -> JobSpec:

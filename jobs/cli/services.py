@@ -22,7 +22,7 @@ _PAGEMILL = [sys.executable, "-m", "jobs.cli"]
 
 def children(config: Settings, model: str, engine: EngineOptions, workers: int = 1) -> list[Child]:
     """The processes that serve one model on this machine, beside the ledger's server."""
-    env = {"PAGEMILL_STATE_DIR": str(config.state_dir.absolute())}
+    env = {"PAGEMILL_STATE_DIR": str(config.state_dir)}
     for name in ("redis_url", "storage"):
         env[f"PAGEMILL_{name.upper()}"] = getattr(config, name)
     serve = [*_PAGEMILL, "worker", "--model", model, *engine.argv]

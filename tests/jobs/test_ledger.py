@@ -135,12 +135,22 @@ def test_the_errors_of_a_job_are_shown_with_their_places(ledger: Ledger) -> None
     assert ledger.cancel(spec.id) == "failed"
 
 
+def test_a_job_that_nobody_drives_on_says_so(ledger: Ledger) -> None:
+    spec = new_spec()
+    ledger.create(spec)
+    assert "start `pagemill worker --control`" in str(ledger.view(spec.id).reason)
+    ledger.announce_sweep(TTL)
+    assert ledger.view(spec.id).reason is None
+
+
 def test_a_job_that_waits_says_what_for(ledger: Ledger) -> None:
     spec = opened(ledger, 1)
     assert "no live worker serves the model 'tiny'" in str(ledger.view(spec.id).reason)
     ledger.announce(worker("another"), TTL)
     assert "no live worker" in str(ledger.view(spec.id).reason)
     ledger.announce(worker("tiny"), TTL)
+    assert "start `pagemill worker --control`" in str(ledger.view(spec.id).reason)
+    ledger.announce_sweep(TTL)
     assert ledger.view(spec.id).reason == "waiting for a free slot of 1 worker(s)"
     lease = leased(ledger, spec)
     assert ledger.view(spec.id).reason is None

@@ -1,0 +1,173 @@
+"""Handing in a job: what cannot work is refused before any work, and handing in twice is handing in once."""
+
+import io
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from jobs.broker import CONTROL_QUEUE, PLAN
+from jobs.errors import ServiceUnreachable, StorageError, UsageError
+from jobs.spec import JobSpec, OpenAIRows, RecordRows, Sampling
+from jobs.submit import enter, prepare
+from tests.jobs.site import Site
+from tests.servers import BUCKET, S3Server
+
+DATA = b'{"q": "a"}\n{"q": "b"}\n'
+
+
+def prepared(site: Site, source: str | Path, **fields: Any) -> JobSpec:
+    defaults = {"model": "tiny", "rows": RecordRows(prompt_column="q"), "sampling": Sampling()}
+    return prepare(str(source), stores=site.stores, settings=site.settings, **{**defaults, **fields})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with an input in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(DATA)
+    (tmp_path / "sub").mkdir()
+    return tmp_path
+
+
+def test_a_local_input_is_pinned_where_it_is_if_workers_can_read_files(site: Site, folder: Path) -> None:
+    spec = prepared(site, "in.jsonl")
+    assert (spec.input.url, spec.input.size) == (f"file://{folder}/in.jsonl", len(DATA))
+    assert spec.input.etag == site.stores.head(spec.input.url).etag
+    assert spec.output_url == spec.layout.output
+    assert spec.error_url == spec.layout.output.replace(".jsonl", ".errors.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["moto", "rclone"])
+def test_a_local_input_is_uploaded_if_the_storage_is_a_bucket(
+    kind: str, site: Site, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    s3: S3Server = request.getfixturevalue(f"{kind}_s3")
+    settings = s3.settings(redis_url=site.settings.redis_url, storage=f"s3://{BUCKET}/{uuid4().hex}/")
+    bucket = Site.of(settings, site.ledger)
+    spec = prepared(bucket, folder / "in.jsonl")
+    assert spec.input.url == spec.layout.input
+    assert bucket.stores.read(spec.input.url, etag=spec.input.etag) == DATA
+
+
+def test_standard_input_is_kept_with_the_job(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(DATA)))
+    spec = prepared(site, "-")
+    assert spec.input.url == spec.layout.input
+    assert site.stores.read(spec.input.url) == DATA
+
+
+@pytest.mark.parametrize("source", ["../in.jsonl", "./../in.jsonl"])
+def test_paths_are_resolved_from_the_working_folder(
+    site: Site, folder: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder / "sub")
+    spec = prepared(site, source, output="../out.jsonl")
+    assert (spec.input.url, spec.output_url) == (f"file://{folder}/in.jsonl", f"file://{folder}/out.jsonl")
+
+
+def test_a_name_is_taken_literally(site: Site, folder: Path) -> None:
+    (folder / "a?b#c %20.jsonl").write_bytes(DATA)
+    for source in ("a?b#c %20.jsonl", f"file://{folder}/a?b#c %20.jsonl"):
+        assert prepared(site, source).input.url == f"file://{folder}/a?b#c %20.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        ("missing.jsonl", "input_not_found", "no file missing.jsonl"),
+        ("in.jsonl/x", "input_not_found", "no file"),
+        ("sub", "usage", "sub is a folder"),
+        ("empty.jsonl", "empty_file", "is empty"),
+        ("gs://bucket/key", "usage", "no storage for gs://"),
+        ("file://another-host/x", "usage", "not a file URL of this machine"),
+        ("s3://", "usage", "not an S3 URL"),
+        ("s3://bucket", "usage", "names a bucket"),
+        ("file:///a/../b", "usage", "contains '..'"),
+    ],
+)
+def test_an_input_that_cannot_be_is_refused(site: Site, folder: Path, source: str, code: str, words: str) -> None:
+    (folder / "empty.jsonl").touch()
+    with pytest.raises(UsageError, match=words) as caught:
+        prepared(site, source)
+    assert caught.value.code == code
+    assert site.ledger.job_ids(1) == []
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("sub", "sub is a folder"),
+        ("in.jsonl", "would overwrite the input"),
+        ("sub/../in.jsonl", "would overwrite the input"),
+        ("in.jsonl/out.jsonl", "is no folder"),
+        ("gs://bucket/key", "no storage for gs://"),
+        ("s3://bucket", "names a bucket"),
+        ("file://another-host/x", "not a file URL of this machine"),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_any_work(site: Site, folder: Path, output: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        prepared(site, "in.jsonl", output=output)
+    assert (folder / "in.jsonl").read_bytes() == DATA
+
+
+def test_an_output_in_a_folder_without_the_right_to_write_is_refused(
+    site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write anywhere, and tests may be run by root.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match="cannot be written"):
+        prepared(site, "in.jsonl", output="sub/new/out.jsonl")
+
+
+def test_a_bucket_that_does_not_answer_or_refuses_is_named(
+    site: Site, folder: Path, rclone_s3: S3Server, moto_s3: S3Server
+) -> None:
+    def at(server: S3Server, **fields: Any) -> Site:
+        settings = server.settings(redis_url=site.settings.redis_url, storage="s3://no-such-bucket/x")
+        return Site.of(settings.model_copy(update=fields), site.ledger)
+
+    with pytest.raises(ServiceUnreachable, match=r"http://127\.0\.0\.1:1 does not answer"):
+        prepared(at(S3Server("http://127.0.0.1:1")), f"s3://{BUCKET}/key")
+    with pytest.raises(StorageError, match=f"bucket '{BUCKET}' is refused"):
+        prepared(at(S3Server(rclone_s3.endpoint, access_key="WRONGKEY01")), f"s3://{BUCKET}/key")
+    with pytest.raises(StorageError, match="no bucket 'no-such-bucket'"):
+        prepared(at(moto_s3), "in.jsonl")
+    with pytest.raises(UsageError, match="no object") as caught:
+        prepared(at(moto_s3), f"s3://{BUCKET}/no-such-key")
+    assert caught.value.code == "input_not_found"
+
+
+def test_bad_rows_fail_openai_jobs_and_cost_records_a_row_unless_told_otherwise(site: Site, folder: Path) -> None:
+    assert prepared(site, "in.jsonl").on_bad_row == "skip"
+    assert prepared(site, "in.jsonl", rows=OpenAIRows()).on_bad_row == "fail"
+    assert prepared(site, "in.jsonl", rows=OpenAIRows(), on_bad_row="skip").on_bad_row == "skip"
+
+
+def test_an_id_that_cannot_be_is_refused(site: Site, folder: Path) -> None:
+    with pytest.raises(UsageError, match="id: "):
+        prepared(site, "in.jsonl", job_id="../evil")
+
+
+def test_a_job_is_in_storage_before_the_ledger_knows_it(
+    site: Site, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = prepared(site, "in.jsonl")
+
+    def look(created: JobSpec) -> bool:
+        assert JobSpec.model_validate_json(site.stores.read(created.layout.spec)) == spec
+        raise ServiceUnreachable("gone in this moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(site.ledger, "create", look)
+        with pytest.raises(ServiceUnreachable):
+            enter(spec, site.ledger, site.stores, site.tokens)
+    enter(spec, site.ledger, site.stores, site.tokens)
+    enter(spec, site.ledger, site.stores, site.tokens)
+    assert site.ledger.job_ids(10) == [spec.id]
+    assert set(site.queued(CONTROL_QUEUE)) == {(PLAN, f"('{spec.id}',)")}
