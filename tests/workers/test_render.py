@@ -1,0 +1,77 @@
+"""Between a row and the engine: what is asked for it, and what the answer means for it."""
+
+from typing import Any
+
+import pytest
+
+from engine.errors import RequestError
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from jobs.errors import RowError
+from jobs.results import Completion
+from jobs.rows import Row
+from jobs.spec import JobSpec, Sampling
+from tests.jobs.specs import openai_spec, read, record_spec, request
+from workers.render import outcome_of, request_for
+
+
+def row(record: Any, spec: JobSpec) -> Row:
+    found = read(record, spec)
+    assert isinstance(found, Row)
+    return found
+
+
+def output(finish_reason: FinishReason = "stop", **fields: Any) -> RequestOutput:
+    return RequestOutput(0, (1, 2, 3), (CompletionOutput(0, "text", (7, 8), finish_reason),), **fields)
+
+
+CHAT = row(request(), openai_spec())
+
+
+def test_a_row_s_parameters_are_the_engine_s() -> None:
+    body = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 11, "stop": ["a", "b"]}
+    asked = request_for("job", 0, row(request(body), openai_spec()))
+    assert asked.prompt == [{"role": "user", "content": "Hi"}]
+    params = asked.params
+    assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (5, 0.5, 0.9, 11)
+    assert params.stop_strings == ("a", "b")
+
+
+def test_what_a_row_does_not_say_the_job_does() -> None:
+    spec = record_spec(sampling=Sampling(max_tokens=7, temperature=0.0))
+    assert request_for("job", 0, row({"prompt": "a"}, spec)).params.max_tokens == 7
+    assert request_for("job", 0, row({"prompt": "a", "max_tokens": 3}, spec)).params.max_tokens == 3
+    assert request_for("job", 0, row({"prompt": "a", "max_tokens": 3}, spec)).params.greedy
+
+
+def test_without_a_limit_chats_fill_the_context_and_completions_are_short() -> None:
+    completion = request({"prompt": "a", "messages": ...}, url="/v1/completions")
+    assert request_for("job", 0, CHAT).params.max_tokens is None
+    assert request_for("job", 0, row(completion, openai_spec())).params.max_tokens == 16
+
+
+def test_a_row_without_a_seed_has_one_of_its_own_that_stays() -> None:
+    seeds = {(job, index): request_for(job, index, CHAT).params.seed for job in ("a", "b") for index in (0, 1)}
+    assert len(set(seeds.values())) == 4
+    assert seeds["a", 1] == request_for("a", 1, CHAT).params.seed
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_answer_is_a_completion(reason: FinishReason) -> None:
+    assert outcome_of(CHAT, output(reason, num_cached_tokens=2)) == Completion("text", reason, 3, 2, 2)
+
+
+def test_a_refusal_is_the_row_s_error_with_its_place() -> None:
+    refused = RequestError("Too long.", code="context_length_exceeded", field="messages", hint="Shorten it.")
+    assert outcome_of(CHAT, RequestOutput.rejected(0, refused)) == RowError(
+        code="context_length_exceeded",
+        message="Too long. Shorten it.",
+        param="messages",
+        line=3,
+        byte=40,
+        custom_id="r1",
+    )
+
+
+def test_an_answer_that_was_cut_off_is_never_taken_for_a_result() -> None:
+    with pytest.raises(ValueError, match="abort"):
+        outcome_of(CHAT, output("abort"))
