@@ -30,7 +30,7 @@ CHAT = row(request(), openai_spec())
 def test_a_row_s_parameters_are_the_engine_s() -> None:
     body = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 11, "stop": ["a", "b"]}
     asked = request_for("job", 0, row(request(body), openai_spec()))
-    assert asked.prompt == [{"role": "user", "content": "Hi"}]
+    assert list(asked.prompt) == [{"role": "user", "content": "Hi"}]
     params = asked.params
     assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (5, 0.5, 0.9, 11)
     assert params.stop_strings == ("a", "b")
