@@ -91,6 +91,7 @@ def test_an_expiry_is_limited_so_that_the_server_is_not_held_up(ledger: Ledger) 
     let_leases_run_out(ledger.client, spec.id)
     assert ledger.expire(spec.id, limit=2) == (2, 2, 1)
     assert ledger.expire(spec.id, limit=2) == (1, 3, 0)
+    assert not ledger.client.exists(key(spec.id, "own"), key(spec.id, "leases"))
 
 
 def test_a_shard_that_was_given_back_was_not_tried(ledger: Ledger) -> None:
