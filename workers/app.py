@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -38,7 +39,8 @@ def serve_model(settings: Settings, config: EngineConfig, *, served_name: str, s
     Raises ServiceUnreachable before, and the engine's own error if the model cannot be loaded.
     """
     ledger = Ledger(connect(settings.ledger_url))
-    host = EngineHost(config)
+    # As if asked to stop from outside: shards are given back, and whoever keeps workers starts another.
+    host = EngineHost(config, on_hopeless=lambda: os.kill(os.getpid(), signal.SIGTERM))
     info = host.start()
     try:
         slots = slots or slots_for(info.max_num_seqs)

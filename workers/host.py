@@ -26,6 +26,7 @@ from workers.render import EngineRequest
 log = logging.getLogger(__name__)
 
 _SUSPECT_AFTER_DEATHS = 2
+_HOPELESS_AFTER = 4
 _RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 0.5, 30.0
 _STOP_POLL_S = 0.05
 
@@ -44,14 +45,22 @@ class Call:
 class EngineHost:
     """Owns the engine of this worker. All methods may be called from any thread.
 
+    `on_hopeless` is called when the engine could not be started again several times in a row: the worker had better
+    end, and give its shards to others, than hold them for an engine that does not come.
+
     The keeper thread alone starts engines; the lock guards the sets of calls.
     """
 
     def __init__(
-        self, config: EngineConfig, make_engine: Callable[[EngineConfig], EngineProcess] = EngineProcess
+        self,
+        config: EngineConfig,
+        make_engine: Callable[[EngineConfig], EngineProcess] = EngineProcess,
+        *,
+        on_hopeless: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._make_engine = make_engine
+        self._on_hopeless = on_hopeless
         self._engine = make_engine(config)
         self._info: EngineInfo | None = None
         # Reentrant: an answer that is there before its callback is added is taken by the thread that sent the call.
@@ -175,6 +184,7 @@ class EngineHost:
             )
 
     def _restart(self, delay: float) -> bool:
+        failures = 0
         while not self._stopping.wait(delay):
             self._engine = self._make_engine(self._config)
             try:
@@ -182,6 +192,9 @@ class EngineHost:
             except EngineError as error:
                 log.error("the engine does not start again: %s", error)
                 delay = min(delay * 2, _MAX_RESTART_DELAY_S)
+                failures += 1
+                if failures == _HOPELESS_AFTER:
+                    self._on_hopeless()
                 continue
             self.restarts += 1
             with self._lock:

@@ -184,3 +184,28 @@ def test_aborted_calls_that_were_never_sent_are_forgotten(engines: Engines, host
     host.abort(calls[:1])
     assert text(calls[1]) == "answer to b"
     assert "a" not in engines.asked[-1:]
+
+
+def test_an_engine_that_does_not_come_back_is_given_up(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.host._RESTART_DELAY_S", 0.001)
+    given_up = threading.Event()
+    host = EngineHost(CONFIG, engines, on_hopeless=given_up.set)
+    host.start()
+    engines.do_not_start += [ModelNotFound("The disk is gone.")] * 4
+    engines.last.die()
+    assert given_up.wait(WAIT_S)
+    host.stop()
+
+
+def test_an_engine_that_comes_back_after_a_while_is_not_given_up(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.host._RESTART_DELAY_S", 0.001)
+    given_up = threading.Event()
+    host = EngineHost(CONFIG, engines, on_hopeless=given_up.set)
+    host.start()
+    engines.do_not_start += [ModelNotFound("The disk is slow.")] * 3
+    engines.last.die()
+    assert [text(call) for call in ask(host, "a")] == ["answer to a"]
+    assert not given_up.is_set()
+    host.stop()
