@@ -402,6 +402,7 @@ def _view(spec: JobSpec, fields: dict[str, str], in_flight: int, leased: int) ->
         leased=leased,
         usage=Usage(**{name: number(name) or 0 for name in _COUNTERS[2:]}),
         in_progress_at=number("in_progress_at"),
+        started_at=number("started_at"),
         finalizing_at=number("finalizing_at"),
         ended_at=number(f"{state}_at") if state in TERMINAL else None,
         output_url=fields.get("output_url", spec.output_url),

@@ -110,7 +110,10 @@ class Manifest(_Frozen):
 
 
 class JobView(_Frozen):
-    """A job as people see it. Times are Unix seconds; `in_flight` rows are done in shards not yet committed."""
+    """A job as people see it. Times are Unix seconds; `in_flight` rows are done in shards not yet committed.
+
+    It is in progress once it is planned, and started once a worker has its first shard.
+    """
 
     id: str
     state: JobState
@@ -125,6 +128,7 @@ class JobView(_Frozen):
     leased: int = 0
     usage: Usage = Usage()
     in_progress_at: int | None = None
+    started_at: int | None = None
     finalizing_at: int | None = None
     ended_at: int | None = None
     output_url: str = ""

@@ -56,9 +56,8 @@ def results(job: JobArgument, output: To = None, json: Json = False) -> None:
     client = open_client()
     view = client.ledger.view(job)
     if view.state not in ("completed", "cancelled"):
-        raise UsageError(
-            f"The job is {view.state}: it has no output file.", hint=f"`pagemill watch {job}` waits for it."
-        )
+        hint = f"`pagemill errors {job}` says why." if view.terminal else f"`pagemill watch {job}` waits for it."
+        raise UsageError(f"The job is {view.state}: it has no output file.", hint=hint)
     _deliver(client, view.output_url, output, json)
 
 

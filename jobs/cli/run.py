@@ -57,7 +57,7 @@ def run(
         for child in children(config, model, engine):
             supervisor.start(child)
         try:
-            view = follow(spec.id, client.ledger, quiet=json, check=lambda: _raise_failure(supervisor))
+            view = follow(spec.id, client.ledger, quiet=json, own_worker=True, check=lambda: _raise_failure(supervisor))
         except KeyboardInterrupt:
             stderr.print(f"Stopped. The same command takes the run up again; {folder} has what is done.")
             raise
@@ -124,14 +124,17 @@ def _report(view: JobView, client: Client, show: int, json: bool) -> None:
     if view.state == "completed" and show:
         _print_answers(client.stores, view.output_url, show)
     print_errors(view)
-    seconds = max((view.ended_at or 0) - (view.in_progress_at or 0), 1)
+    if view.state == "failed":
+        stdout.print(f"failed: {view.error_count} error(s); there is no output file")
+        return
+    seconds = max((view.ended_at or 0) - (view.started_at or 0), 1)
     out = view.usage.completion_tokens
     stdout.print(
         f"{view.state}: {view.done} rows answered, {view.failed} failed; {view.usage.prompt_tokens} tokens in, "
         f"{out} out, {out / seconds:,.0f} tokens/s"
     )
     for name, url in (("output", view.output_url), ("errors", view.error_url)):
-        if url and view.state != "failed":
+        if url:
             stdout.print(f"{name}: {url.removeprefix('file://')}")
 
 

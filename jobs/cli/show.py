@@ -54,12 +54,12 @@ def print_job(view: JobView) -> None:
             f"{view.usage.prompt_tokens} in ({view.usage.cached_tokens} cached), {view.usage.completion_tokens} out",
         ),
     ]
-    if view.in_progress_at and view.ended_at:
-        facts.append(("took", str(timedelta(seconds=view.ended_at - view.in_progress_at))))
+    if view.started_at and view.ended_at:
+        facts.append(("took", str(timedelta(seconds=view.ended_at - view.started_at))))
     facts += [
         (name, url)
         for name, url in (("output", view.output_url), ("errors", view.error_url), ("remaining", view.remaining_url))
-        if url
+        if url and not (name == "output" and view.state == "failed")
     ]
     if view.reason:
         facts.append(("waiting", view.reason))
@@ -89,8 +89,18 @@ def print_jobs(views: list[JobView]) -> None:
     stdout.print(table)
 
 
-def follow(job_id: str, ledger: Ledger, *, quiet: bool = False, check: Callable[[], None] = lambda: None) -> JobView:
-    """Wait until a job has ended, with a progress bar on stderr. `check` may raise to end the wait."""
+def follow(
+    job_id: str,
+    ledger: Ledger,
+    *,
+    quiet: bool = False,
+    own_worker: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> JobView:
+    """Wait until a job has ended, with a progress bar on stderr. `check` may raise to end the wait.
+
+    With `own_worker` the caller has started one, and as long as none serves the model, it is loading it.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -103,10 +113,12 @@ def follow(job_id: str, ledger: Ledger, *, quiet: bool = False, check: Callable[
         task = progress.add_task("starting", total=None, rate="")
         while True:
             view = ledger.view(job_id)
-            rate = sum(w.tokens_per_second for w in ledger.workers() if w.model == view.model)
+            serving = [worker for worker in ledger.workers() if worker.model == view.model]
+            rate = sum(worker.tokens_per_second for worker in serving)
+            loading = own_worker and not serving and not view.terminal
             progress.update(
                 task,
-                description=view.reason or view.state.replace("_", " "),
+                description="loading the model" if loading else view.reason or view.state.replace("_", " "),
                 total=view.rows,
                 completed=view.done + view.failed + view.in_flight,
                 rate=f"{rate:,.0f} tokens/s" if rate and not view.terminal else "",

@@ -22,6 +22,7 @@ while true do
       local fence = redis.call('HINCRBY', KEYS[1], 'fence', 1)
       redis.call('HSET', KEYS[4], 's:' .. shard, ARGV[2], 'a:' .. ARGV[2], shard, 'f:' .. shard, fence)
       redis.call('ZADD', KEYS[3], expiry, shard)
+      redis.call('HSETNX', KEYS[1], 'started_at', ARGV[5])
       return {'ok', shard, tostring(fence), redis.call('HGET', KEYS[7], shard)}
     end
     redis.call('HSET', KEYS[5], shard, cjson.encode({dead = true, tries = tries - 1}))
