@@ -153,6 +153,7 @@ def _run(app: Celery, settings: Settings, queue: str, slots: int, on_stop: Calla
         without_mingle=True,
         without_heartbeat=True,
         loglevel=logging.WARNING,
+        quiet=True,
     )
     worker.start()
     return int(worker.exitcode or 0)

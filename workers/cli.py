@@ -1,13 +1,13 @@
 """The command `pagemill worker`."""
 
-import logging
 from typing import Annotated
 
 import typer
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from jobs.cli.options import EngineOptions, with_groups
+from jobs.cli.logs import log_to_stderr
+from jobs.cli.options import EngineOptions, JsonLogs, with_groups
 from jobs.errors import UsageError
 from jobs.settings import settings
 
@@ -25,12 +25,12 @@ def worker(
     control: Annotated[
         bool, typer.Option("--control", help="Plan, assemble and sweep instead of running a model; needs no torch.")
     ] = False,
+    json: JsonLogs = False,
 ) -> None:
     """Run a worker: one for each GPU (--model), and at least one to plan and assemble (--control)."""
     from workers.app import serve_control, serve_model
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("botocore").setLevel(logging.WARNING)
+    log_to_stderr(as_json=json)
     if control == (model is not None):
         raise UsageError("A worker needs --model NAME, or --control.")
     if model is None:

@@ -20,6 +20,7 @@ T = TypeVar("T")
 _ROWS, _SAMPLING, _ENGINE = "Rows", "Sampling defaults (a row's own fields win)", "Engine"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+JsonLogs = Annotated[bool, typer.Option("--json", help="Log JSON lines for programs.")]
 Model = Annotated[
     str, typer.Option("--model", "-m", help="A name that a worker serves: 'demo', a folder, a .gguf file or a hub id.")
 ]

@@ -9,26 +9,31 @@ from typing import Annotated
 import typer
 
 from jobs.broker import make_app
-from jobs.cli.options import EngineOptions, Model, with_groups
-from jobs.cli.show import stderr
+from jobs.cli.logs import log_to_stderr
+from jobs.cli.options import EngineOptions, JsonLogs, Model, with_groups
 from jobs.errors import UsageError
 from jobs.ledger import connect
 from jobs.local.supervisor import Child, Supervisor
 from jobs.local.valkey import is_running, valkey_child
 from jobs.settings import Settings, settings
 
+log = logging.getLogger(__name__)
+
 _PAGEMILL = [sys.executable, "-m", "jobs.cli"]
 
 
-def children(config: Settings, model: str, engine: EngineOptions, workers: int = 1) -> list[Child]:
+def children(
+    config: Settings, model: str, engine: EngineOptions, *, workers: int = 1, json_logs: bool = False
+) -> list[Child]:
     """The processes that serve one model on this machine, beside the ledger's server."""
+    logs = ["--json"] if json_logs else []
     env = {"PAGEMILL_STATE_DIR": str(config.state_dir)}
     for name in ("redis_url", "storage"):
         env[f"PAGEMILL_{name.upper()}"] = getattr(config, name)
-    serve = [*_PAGEMILL, "worker", "--model", model, *engine.argv]
+    serve = [*_PAGEMILL, "worker", "--model", model, *engine.argv, *logs]
     return [
-        Child("control", [*_PAGEMILL, "worker", "--control"], env),
-        Child("beat", [*_PAGEMILL, "beat"], env),
+        Child("control", [*_PAGEMILL, "worker", "--control", *logs], env),
+        Child("beat", [*_PAGEMILL, "beat", *logs], env),
         *(Child(f"worker-{n}", serve, env) for n in range(workers)),
     ]
 
@@ -38,8 +43,10 @@ def up(
     model: Model,
     engine: EngineOptions,
     workers: Annotated[int, typer.Option(min=1, help="How many workers for the model; one a GPU.")] = 1,
+    json: JsonLogs = False,
 ) -> None:
     """Run all services here until Ctrl-C: Valkey (unless PAGEMILL_REDIS_URL is set), control, beat and workers."""
+    log_to_stderr(as_json=json)
     config = settings()
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -51,17 +58,17 @@ def up(
             if is_running(config):
                 raise UsageError(f"Another `pagemill up` runs in {config.state_dir}.", hint="Set PAGEMILL_STATE_DIR.")
             supervisor.start(valkey_child(config))
-        for child in children(config, model, engine, workers):
+        for child in children(config, model, engine, workers=workers, json_logs=json):
             supervisor.start(child)
-        stderr.print(f"pagemill is up: model {model}, storage {config.storage_url}, logs in {config.state_dir / 'log'}")
+        log.info("up: model %s, storage %s, logs in %s", model, config.storage_url, config.state_dir / "log")
         while not stop.is_set():
             if supervisor.failed.wait(0.2):
                 raise supervisor.failure or UsageError("A service failed.")
 
 
-def beat() -> None:
+def beat(json: JsonLogs = False) -> None:
     """Run the clock that makes control workers sweep. Two are harmless."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(as_json=json)
     config = settings()
     connect(config.ledger_url).close()
     app = make_app(config)
