@@ -31,7 +31,9 @@ def worker(
     from workers.app import serve_control, serve_model
 
     log_to_stderr(as_json=json)
-    if control == (model is not None):
+    if control and model is not None:
+        raise UsageError("--model and --control exclude each other.", hint="Run two workers, one of each kind.")
+    if not control and model is None:
         raise UsageError("A worker needs --model NAME, or --control.")
     if model is None:
         raise typer.Exit(serve_control(settings()))

@@ -13,7 +13,7 @@ import typer
 from pydantic import ValidationError
 
 from jobs.errors import UsageError
-from jobs.spec import OpenAIRows, RecordRows, Sampling
+from jobs.spec import OnBadRow, OpenAIRows, RecordRows, Sampling
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class JobOptions:
         str | None, typer.Option(help="A system message before each --prompt-column prompt.", rich_help_panel=_ROWS)
     ] = None
     on_bad_row: Annotated[
-        str | None,
+        OnBadRow | None,
         typer.Option(
             help="'skip': a bad row costs that row. 'fail': it fails the job before any work. "
             "Default: skip for records, fail for OpenAI lines.",
@@ -99,10 +99,12 @@ class JobOptions:
 
     @property
     def rows(self) -> OpenAIRows | RecordRows:
+        if self.system is not None and self.prompt_column is None:
+            raise UsageError("--system goes with --prompt-column.", hint="Messages carry their own system message.")
         if self.prompt_column is None and self.messages_column is None:
-            if self.system is not None:
-                raise UsageError("--system goes with --prompt-column.")
             return OpenAIRows()
+        if self.prompt_column is not None and self.messages_column is not None:
+            raise UsageError("--prompt-column and --messages-column exclude each other.", hint="Give one of them.")
         return _validated(
             RecordRows, prompt_column=self.prompt_column, messages_column=self.messages_column, system=self.system
         )

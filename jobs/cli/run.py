@@ -10,7 +10,7 @@ import signal
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,7 @@ from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
 from jobs.records import JobView
 from jobs.settings import Settings, settings
-from jobs.spec import JobSpec, OnBadRow
+from jobs.spec import JobSpec
 from jobs.storage import Stores
 from jobs.submit import enter, prepare
 
@@ -90,7 +90,7 @@ def _spec(source: str, output: str, model: str, job: JobOptions, config: Setting
         rows=job.rows,
         sampling=job.sampling,
         output=output,
-        on_bad_row=cast(OnBadRow | None, job.on_bad_row),
+        on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),
     )
     path = config.state_dir / _SPEC

@@ -1,13 +1,12 @@
 """`pagemill submit`."""
 
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from jobs.cli.client import open_client
 from jobs.cli.options import JobOptions, Json, Model, with_groups
 from jobs.cli.show import exit_code, follow, print_job, print_json, stderr
-from jobs.spec import OnBadRow
 from jobs.submit import enter, prepare
 
 
@@ -32,7 +31,7 @@ def submit(
         rows=job.rows,
         sampling=job.sampling,
         output=output,
-        on_bad_row=cast(OnBadRow | None, job.on_bad_row),
+        on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),
     )
     enter(spec, client.ledger, client.stores, client.tokens)

@@ -107,13 +107,22 @@ BAD_COMMANDS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "a count that is none": (("submit", "in.jsonl", *RECORDS, "--max-tokens", "many"), "usage", "--max-tokens"),
     "no tokens": (("submit", "in.jsonl", *RECORDS, "--max-tokens", "0"), "usage", "--max-tokens"),
     "an empty stop string": (("submit", "in.jsonl", *RECORDS, "--stop", ""), "usage", "--stop"),
-    "two columns": (("submit", "in.jsonl", *RECORDS, "--messages-column", "m"), "usage", "exactly one of"),
+    "two columns": (("submit", "in.jsonl", *RECORDS, "--messages-column", "m"), "usage", "exclude each other"),
+    "a system message beside messages": (
+        ("submit", "in.jsonl", "--model", "tiny", "--messages-column", "m", "--system", "x"),
+        "usage",
+        "--system goes with --prompt-column",
+    ),
     "a system message for OpenAI lines": (
         ("submit", "in.jsonl", "--model", "tiny", "--system", "s"),
         "usage",
         "--system goes with",
     ),
-    "a policy that is none": (("submit", "in.jsonl", *RECORDS, "--on-bad-row", "cry"), "usage", "'fail' or 'skip'"),
+    "a policy that is none": (
+        ("submit", "in.jsonl", *RECORDS, "--on-bad-row", "cry"),
+        "usage",
+        "'cry' is not one of 'fail', 'skip'",
+    ),
     "no model": (("submit", "in.jsonl"), "usage", "--model"),
     "no such option": (("submit", "in.jsonl", *RECORDS, "--nonsense"), "usage", "--nonsense"),
     "no input": (("submit", *RECORDS), "usage", "INPUT"),
@@ -147,11 +156,17 @@ def test_bad_input_is_a_usage_error(
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize("arguments", [("worker",), ("worker", "--control", "--model", "tiny")])
-def test_a_worker_is_for_a_model_or_for_control(pagemill: Command, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("worker",), "--model NAME, or --control"),
+        (("worker", "--control", "--model", "tiny"), "--model and --control exclude each other"),
+    ],
+)
+def test_a_worker_is_for_a_model_or_for_control(pagemill: Command, arguments: tuple[str, ...], said: str) -> None:
     done = pagemill(*arguments)
     assert done.code == EXIT_USAGE
-    assert "--model NAME, or --control" in done.err
+    assert said in done.err
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, str], int, str, str]] = {
