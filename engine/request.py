@@ -108,12 +108,13 @@ class Request:
     def append_token(self, token_id: int) -> None:
         """Add one sampled token, and finish if it was the last: by a stop token, a stop string, or the length."""
         self.token_ids.append(token_id)
-        allowed_to_stop = self.num_output_tokens > self.params.min_tokens
-        if allowed_to_stop and token_id in self.eos_token_ids:
+        # Up to min_tokens the sampler chooses neither of the first two, see `banned_token_ids`. Text it cannot foresee.
+        may_stop_at_text = self.num_output_tokens > self.params.min_tokens
+        if token_id in self.eos_token_ids:
             self.finish("stop")
-        elif allowed_to_stop and token_id in self.params.stop_token_ids:
+        elif token_id in self.params.stop_token_ids:
             self.finish("stop", stop_reason=token_id)
-        elif self.stop_watcher and (stop := self.stop_watcher.push(token_id, may_stop=allowed_to_stop)):
+        elif self.stop_watcher and (stop := self.stop_watcher.push(token_id, may_stop=may_stop_at_text)):
             self.finish("stop", stop_reason=stop)
         elif self.num_output_tokens >= self.max_tokens:
             self.finish("length")

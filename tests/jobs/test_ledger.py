@@ -228,3 +228,14 @@ def cluster(folder: Path) -> Iterator[str]:
         yield server.url
     finally:
         server.kill()
+
+
+def test_a_job_has_started_when_a_worker_has_its_first_shard(ledger: Ledger) -> None:
+    spec = opened(ledger, 2)
+    assert ledger.view(spec.id).started_at is None
+    leased(ledger, spec, "first")
+    started = ledger.view(spec.id).started_at
+    assert started is not None
+    ledger.client.hset(key(spec.id, "job"), "started_at", started - 100)
+    leased(ledger, spec, "second")
+    assert ledger.view(spec.id).started_at == started - 100
