@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.mill import Mill, assert_every_row_once, questions, read_jsonl, wait_until
+from jobs.broker import Tokens, make_app
+from tests.system.mill import MODEL, Mill, assert_every_row_once, questions, read_jsonl, wait_until
 
 pytestmark = pytest.mark.model
 
@@ -57,16 +58,19 @@ def kill_valkey(mill: Mill) -> None:
 
 
 def delete_all_tokens(mill: Mill) -> None:
-    mill.ledger.client.delete(mill.queue())
-
-
-def send_every_token_thrice(mill: Mill) -> None:
+    """There are more tokens than slots, so that some wait in the queue."""
     client = mill.ledger.client
-    # Each message again, twice, as it is: the queue of a job in the middle may be empty, so the tokens of a few more.
-    tokens = client.lrange(mill.queue(), 0, -1)
-    for _ in range(2):
-        if tokens:
-            client.lpush(mill.queue(), *tokens)
+    wait_until(lambda: client.llen(mill.queue()), 30, "tokens in the queue")
+    assert client.delete(mill.queue()) == 1
+
+
+def send_every_token_thrice(mill: Mill, job_id: str) -> None:
+    """Twice more each, beside those that the planner sent."""
+    shards = mill.ledger.view(job_id).shards
+    assert shards is not None
+    assert shards > 1
+    Tokens(make_app(mill.settings)).work(MODEL, 2 * shards)
+    assert mill.ledger.client.llen(mill.queue()) > shards
 
 
 @pytest.mark.parametrize("fault", [kill_worker, kill_engine, kill_valkey], ids=lambda fault: fault.__name__)
@@ -87,6 +91,6 @@ def test_a_job_ends_when_every_token_is_deleted(mill: Mill, source: Path, undist
 def test_tokens_sent_three_times_change_nothing(mill: Mill, source: Path, undisturbed: list[str]) -> None:
     job_id = mill.submit(source, *OPTIONS)
     wait_until(lambda: mill.ledger.state(job_id) == "in_progress", 30, "a planned job")
-    send_every_token_thrice(mill)
+    send_every_token_thrice(mill, job_id)
     assert answers(mill, source, job_id) == undisturbed
     assert set(mill.tries(job_id).values()) == {"1"}

@@ -9,7 +9,7 @@ import pytest
 
 from jobs.local.supervisor import Child, Supervisor
 from jobs.local.valkey import valkey_child
-from tests.system.mill import MODEL, PAGEMILL, Mill, questions, wait_until
+from tests.system.mill import MODEL, PAGEMILL, Mill, assert_every_row_once, questions, read_jsonl, wait_until
 
 pytestmark = pytest.mark.model
 
@@ -50,3 +50,20 @@ def test_a_worker_for_an_unknown_model_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nothing-here" in done.stderr.decode()
     assert "Traceback" not in done.stderr.decode()
+
+
+def test_a_job_whose_tokens_were_all_deleted_before_any_was_taken_is_done(tmp_path: Path) -> None:
+    """Slots that are at work already go on without tokens; here only the sweeper can bring the job to a worker."""
+    mill = Mill(tmp_path)
+    with Supervisor(tmp_path / "log", grace=5) as services:
+        services.start(valkey_child(mill.settings))
+        services.start(Child("control", [*PAGEMILL, "worker", "--control"], mill.env))
+        source = questions(tmp_path, 16)
+        job_id = mill.submit(source, "--prompt-column", "question", "--max-tokens", "4", "--temperature", "0")
+        wait_until(lambda: mill.ledger.client.llen(mill.queue()) == 2, 30, "a token for each shard")
+        assert mill.ledger.client.delete(mill.queue()) == 1
+        services.start(Child("beat", [*PAGEMILL, "beat"], mill.env))
+        services.start(Child("worker", [*PAGEMILL, "worker", "--model", MODEL], mill.env))
+        view = mill.wait_for_end(job_id)
+        assert (view.state, view.done) == ("completed", 16)
+        assert_every_row_once(source, read_jsonl(mill.pagemill("results", job_id).stdout))
