@@ -1,10 +1,13 @@
 """One decoder for all families: the flat mixed batch of a step in, hidden states and logits out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.models.adapters import Adapters, Projection
 from engine.models.config import ModelConfig
 from engine.models.rope import inverse_frequencies
 from kernels.ops import AttentionBatch, AttentionPlan, KVCache, LayerKV, Linear, kernels_for
@@ -42,10 +45,18 @@ class Decoder:
         self._kernels = kernels_for(device)
         self._inverse_frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: KVCache,
+        adapters: Adapters | None = None,
+    ) -> Tensor:
         """Return the final hidden states `[num_tokens, hidden_size]`, and write this step's keys and values to `kv`.
 
-        token_ids and positions are `[num_tokens]` int64, in the order of `batch`.
+        token_ids and positions are `[num_tokens]` int64, in the order of `batch`. `adapters` add to each projection of
+        a layer before anything reads it.
         """
         kernels, config, layers = self._kernels, self.config, self._weights.layers
         plan = kernels.plan_attention(batch, kv, config.num_heads)
@@ -55,9 +66,11 @@ class Decoder:
         hidden = kernels.rms_norm(residual, layers[0].input_norm, config.rms_norm_eps)
         next_norms = [*(layer.input_norm for layer in layers[1:]), self._weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            hidden = self._attention(layer, hidden, rotation, kv.layer(index), batch.slot_mapping, plan)
+            project = partial(_project, index, adapters)
+            hidden = self._attention(layer, hidden, rotation, kv.layer(index), batch.slot_mapping, plan, project)
             hidden, residual = kernels.add_rms_norm(hidden, residual, layer.post_attention_norm, config.rms_norm_eps)
-            hidden = layer.down(kernels.silu_and_mul(layer.gate_up(hidden)))
+            gate_up = project("gate_up", layer.gate_up, hidden)
+            hidden = project("down", layer.down, kernels.silu_and_mul(gate_up))
             hidden, residual = kernels.add_rms_norm(hidden, residual, next_norm, config.rms_norm_eps)
         return hidden
 
@@ -73,11 +86,19 @@ class Decoder:
         kv: LayerKV,
         slot_mapping: Tensor,
         plan: AttentionPlan,
+        project: Callable[[Projection, Linear, Tensor], Tensor],
     ) -> Tensor:
         kernels, config = self._kernels, self.config
-        heads = layer.qkv(hidden).view(len(hidden), -1, config.head_dim)
+        heads = project("qkv", layer.qkv, hidden).view(len(hidden), -1, config.head_dim)
         query, key, value = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         query, key = kernels.rotary_embedding(query, key, *rotation)
         kernels.write_kv(key, value, kv, slot_mapping)
         attended = kernels.paged_attention(query, kv, plan, config.head_dim**-0.5)
-        return layer.attention_out(attended.flatten(1))
+        return project("attention_out", layer.attention_out, attended.flatten(1))
+
+
+def _project(layer: int, adapters: Adapters | None, projection: Projection, linear: Linear, x: Tensor) -> Tensor:
+    y = linear(x)
+    if adapters is not None:
+        adapters.add(layer, projection, x, y)
+    return y

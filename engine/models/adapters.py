@@ -1,0 +1,19 @@
+"""How low-rank adapters reach into the decoder."""
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+Projection = Literal["qkv", "attention_out", "gate_up", "down"]
+"""The fused products of a layer, in the order in which a layer computes them."""
+
+
+class Adapters(Protocol):
+    """The adapters of one step: which rows of the batch have which is known to the object, not to the decoder."""
+
+    def add(self, layer: int, projection: Projection, x: Tensor, y: Tensor) -> None:
+        """Add to `y` `[num_tokens, out_features]`, in place, each row's low-rank product of `x`
+        `[num_tokens, in_features]`.
+
+        `y` is `projection` of `x`, bias included; `qkv` and `gate_up` are joined along their outputs in that order.
+        """
