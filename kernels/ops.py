@@ -40,7 +40,7 @@ class _RotaryEmbedding(Protocol):
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class _SiluAndMul(Protocol):
+class _ActivateAndMul(Protocol):
     def __call__(self, gate_up: Tensor) -> Tensor: ...
 
 
@@ -49,11 +49,21 @@ class _WriteKV(Protocol):
 
 
 class _PlanAttention(Protocol):
-    def __call__(self, batch: AttentionBatch, kv: KVCache, num_heads: int) -> AttentionPlan: ...
+    def __call__(
+        self, batch: AttentionBatch, kv: KVCache, num_heads: int, window: int | None = None
+    ) -> AttentionPlan: ...
 
 
 class _PagedAttention(Protocol):
-    def __call__(self, query: Tensor, layer: LayerKV, plan: AttentionPlan, scale: float) -> Tensor: ...
+    def __call__(
+        self,
+        query: Tensor,
+        layer: LayerKV,
+        plan: AttentionPlan,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class _PackLinear(Protocol):
@@ -61,12 +71,16 @@ class _PackLinear(Protocol):
 
 
 class Kernels(NamedTuple):
-    """One implementation of each operation; `plan_attention` prepares, once a step, what its layers share."""
+    """One implementation of each operation; `plan_attention` prepares what a step's layers of one window share."""
 
     rms_norm: _RmsNorm
     add_rms_norm: _AddRmsNorm
+    rms_norm_float32: _RmsNorm
+    add_rms_norm_float32: _AddRmsNorm
     rotary_embedding: _RotaryEmbedding
-    silu_and_mul: _SiluAndMul
+    silu_and_mul: _ActivateAndMul
+    gelu_and_mul: _ActivateAndMul
+    gelu_tanh_and_mul: _ActivateAndMul
     write_kv: _WriteKV
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
@@ -76,8 +90,12 @@ class Kernels(NamedTuple):
 _TORCH = Kernels(
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,
+    rms_norm_float32=reference.rms_norm_float32,
+    add_rms_norm_float32=reference.add_rms_norm_float32,
     rotary_embedding=reference.rotary_embedding,
     silu_and_mul=reference.silu_and_mul,
+    gelu_and_mul=reference.gelu_and_mul,
+    gelu_tanh_and_mul=reference.gelu_tanh_and_mul,
     write_kv=reference.write_kv,
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,

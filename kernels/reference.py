@@ -23,25 +23,57 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
+def rms_norm_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `x / rms(x) * weight` over the last dimension, all of it in float32 and rounded to `x.dtype` at the end.
+
+    So do Gemma, whose weight is `1 + w` in float32, and gpt-oss; `weight` is of any dtype.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def add_rms_norm_float32(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return `(rms_norm_float32(x + residual), x + residual)`, both `[num_tokens, hidden_size]` in `x.dtype`."""
+    residual = x + residual
+    return rms_norm_float32(residual, weight, eps), residual
+
+
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate query and key by their position, in the neox layout (first half against second half).
 
     query `[num_tokens, num_heads, head_dim]`, key `[num_tokens, num_kv_heads, head_dim]`;
-    cos and sin `[num_tokens, head_dim / 2]` float32. The rotation is computed in float32.
+    cos and sin `[num_tokens, rotary_dim / 2]` float32. The first `rotary_dim` dimensions of each head are turned, in
+    float32; the rest pass as they are.
     """
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    first, second = first.float(), second.float()
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """Return `gelu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first; gelu by the error function."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """Return `gelu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first; gelu by its tanh approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
@@ -56,12 +88,24 @@ def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -
         cache.view(-1, head_dim).index_copy_(0, rows, new.masked_fill(skipped, 0).flatten(0, 1))
 
 
-def paged_attention(query: Tensor, layer: LayerKV, batch: AttentionBatch, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor,
+    layer: LayerKV,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of a flat mixed batch over its blocks: `[num_tokens, num_heads, head_dim]`, as the query.
 
     A sequence's query rows are the last `query_len` positions of its `context_len`; keys and values of this step must
     be in the cache already. Query head `h` reads KV head `h // (num_heads / num_kv_heads)`. Scores, softmax and sums
     are float32.
+
+    The query at position `i` sees the keys `i - window < j <= i`, all `j <= i` without a window. A scaled score `s`
+    becomes `softcap * tanh(s / softcap)`. `sinks` `[num_heads]` is a further logit of each head's softmax (gpt-oss)
+    that takes weight and has no value.
     """
     num_kv_heads, block_size, head_dim = layer.key.shape[1:]
     outputs = []
@@ -72,12 +116,29 @@ def paged_attention(query: Tensor, layer: LayerKV, batch: AttentionBatch, scale:
         value = layer.value[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context_len].float()
         rows = query[start : start + query_len].float().unflatten(1, (num_kv_heads, -1))
         scores = torch.einsum("qhgd,hkd->hgqk", rows, key) * scale
-        position = torch.arange(context_len, device=query.device)
-        future = position > position[context_len - query_len :, None]
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        hidden = _hidden(query_len, context_len, window, query.device)
+        weights = _softmax(scores.masked_fill(hidden, float("-inf")), sinks)
         outputs.append(torch.einsum("hgqk,hkd->qhgd", weights, value).flatten(1, 2))
         start += query_len
     return torch.cat(outputs).to(query.dtype)
+
+
+def _hidden(query_len: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
+    """Return `[query_len, context_len]` bool, true where a query may not look."""
+    key = torch.arange(context_len, device=device)
+    position = key[context_len - query_len :, None]
+    future = key > position
+    return future if window is None else future | (key <= position - window)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of the keys, `[num_kv_heads, group, query_len, context_len]`; sinks may take some."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.float().view(*scores.shape[:2], 1, 1).expand(-1, -1, scores.shape[2], -1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
 def copy_blocks(kv: KVCache, src: Tensor, dst: Tensor) -> None:

@@ -4,6 +4,9 @@ The step is cut into tiles of up to 64 query tokens of one sequence; a decode ro
 number of queries and the same padded context are worked on together: one gather of their blocks, one batched product
 for the scores, one softmax, one batched product with the values.
 
+With a sliding window a tile begins at the first keys that its first query sees, so that what a step costs follows the
+window and not the context.
+
 A tile's shape depends on its own sequence alone, masked keys add exact zeros, and oneDNN's bfloat16 products give a row
 the same bits however many rows, keys or neighbours they are asked for. So in bfloat16 on CPUs a token's result depends
 neither on what shares its batch nor on how its prompt was cut into chunks. The price is that scores are rounded to
@@ -11,18 +14,19 @@ bfloat16 before the float32 softmax, as in Transformers' eager attention, and a 
 on prompts of thousands of tokens.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels.cache import NULL_BLOCK, AttentionBatch, KVCache, LayerKV
 
 _TILE = 64
-# oneDNN changes kernels, and with them the order of sums, on key counts that are no multiple of its own tiles.
+# oneDNN changes kernels, and with them the order of sums, on key counts that are no multiple of its own tiles; and a
+# key has to keep its lane in a vector wherever a tile begins.
 _KEY_ALIGNMENT = 32
 # What a group's temporaries may take: more falls out of cache, and back to the system's allocator and fresh pages.
 _GROUP_BYTES = 2 << 20
@@ -33,6 +37,7 @@ class _Tile(NamedTuple):
     first_row: int  # in the flat batch
     num_queries: int
     context_len: int  # up to and with the tile's last query
+    first_block: int  # of the sequence's blocks, the first that is gathered
 
 
 class TileGroup(NamedTuple):
@@ -48,36 +53,50 @@ class TileGroup(NamedTuple):
 AttentionPlan = tuple[TileGroup, ...]
 
 
-def plan_attention(batch: AttentionBatch, kv: KVCache, num_heads: int) -> AttentionPlan:
-    """Cut a step into groups of tiles, from host integers alone, once for all layers."""
+def plan_attention(batch: AttentionBatch, kv: KVCache, num_heads: int, window: int | None = None) -> AttentionPlan:
+    """Cut a step into groups of tiles, from host integers alone, once for all layers of the same `window`.
+
+    The query at position `i` sees the keys `i - window < j <= i`, all `j <= i` without a window.
+    """
     groups: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
-    for tile in _tiles(batch):
-        groups[tile.num_queries, _padded_blocks(tile.context_len, kv.block_size)].append(tile)
+    for tile in _tiles(batch, kv.block_size, window):
+        groups[tile.num_queries, _padded_blocks(tile, kv.block_size)].append(tile)
     plan = []
     for (num_queries, padded_blocks), tiles in sorted(groups.items()):
         score_bytes = num_queries * num_heads * padded_blocks * kv.block_size * torch.float32.itemsize
         for part in _cut(tiles, padded_blocks * kv.data[0, 0, 0].nbytes + score_bytes):
-            plan.append(_lay_out(part, num_queries, padded_blocks, batch, kv))
+            plan.append(_lay_out(part, num_queries, padded_blocks, batch, kv, window))
     return tuple(plan)
 
 
-def paged_attention(query: Tensor, layer: LayerKV, plan: AttentionPlan, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor,
+    layer: LayerKV,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Causal attention of the planned batch, as `kernels.reference.paged_attention` defines it."""
     out = torch.empty_like(query)
     for group in plan:
-        out.index_copy_(0, group.rows, _attend(query.index_select(0, group.rows), layer, group, scale))
+        out.index_copy_(0, group.rows, _attend(query.index_select(0, group.rows), layer, group, scale, softcap, sinks))
     return out
 
 
-def _attend(query: Tensor, layer: LayerKV, group: TileGroup, scale: float) -> Tensor:
+def _attend(
+    query: Tensor, layer: LayerKV, group: TileGroup, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     num_kv_heads, _, head_dim = layer.key.shape[1:]
     # The query heads of a KV head are rows of one product, so that keys are read once and never expanded.
     folded = query.view(group.num_tiles, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim).transpose(1, 2)
     rows = folded.reshape(group.num_tiles * num_kv_heads, -1, head_dim)
     key = _gather(layer.key, group.head_blocks, len(rows))
-    scores = torch.bmm(rows, key.transpose(1, 2)).float().mul_(scale)
-    scores.view(*folded.shape[:-1], -1).masked_fill_(group.hidden, float("-inf"))
-    weights = scores.softmax(-1).to(query.dtype)
+    scores = torch.bmm(rows, key.transpose(1, 2)).view(*folded.shape[:-1], -1).float().mul_(scale)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(group.hidden, float("-inf"))
+    weights = _softmax(scores, sinks).to(query.dtype).view(len(rows), rows.shape[1], -1)
     value = _gather(layer.value, group.head_blocks, len(rows))
     # A zero weight does not silence a NaN or infinity that a block's former owner left.
     value.view(-1, head_dim).index_fill_(0, group.stale, 0)
@@ -88,6 +107,15 @@ def _attend(query: Tensor, layer: LayerKV, group: TileGroup, scale: float) -> Te
     return attended.view(folded.shape).transpose(1, 2).reshape(query.shape)
 
 
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of the keys, contiguous `[num_tiles, num_kv_heads, num_queries, group, padded_len]`."""
+    if sinks is None:
+        return scores.softmax(-1)
+    _, num_kv_heads, _, group, padded_len = scores.shape
+    sink = sinks.float().view(num_kv_heads, 1, group, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :padded_len].contiguous()
+
+
 def _gather(cache: Tensor, head_blocks: Tensor, num_heads: int) -> Tensor:
     """Copy blocks side by side: `[num_heads, padded_len, head_dim]`, the KV heads of all tiles."""
     block_size, head_dim = cache.shape[2:]
@@ -95,19 +123,24 @@ def _gather(cache: Tensor, head_blocks: Tensor, num_heads: int) -> Tensor:
     return blocks.view(num_heads, -1, head_dim)
 
 
-def _tiles(batch: AttentionBatch) -> Iterator[_Tile]:
+def _tiles(batch: AttentionBatch, block_size: int, window: int | None) -> Iterator[_Tile]:
+    alignment = math.lcm(block_size, _KEY_ALIGNMENT)
     row = 0
     for sequence, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         for start in range(0, query_len, _TILE):
             end = min(start + _TILE, query_len)
-            yield _Tile(sequence, row + start, end - start, context_len - query_len + end)
+            first_query = context_len - query_len + start
+            first_key = 0 if window is None else max(0, first_query - window + 1)
+            first_block = first_key // alignment * alignment // block_size
+            yield _Tile(sequence, row + start, end - start, context_len - query_len + end, first_block)
         row += query_len
 
 
-def _padded_blocks(context_len: int, block_size: int) -> int:
-    """Return the blocks of a context rounded up to a quarter of its power of two: few groups, few wasted keys."""
-    step = max(_KEY_ALIGNMENT, 1 << (context_len.bit_length() - 1) >> 2)
-    padded_len = -(-context_len // step) * step
+def _padded_blocks(tile: _Tile, block_size: int) -> int:
+    """Return the blocks of a tile's keys rounded up to a quarter of their power of two: few groups, few wasted keys."""
+    num_keys = tile.context_len - tile.first_block * block_size
+    step = max(_KEY_ALIGNMENT, 1 << (num_keys.bit_length() - 1) >> 2)
+    padded_len = -(-num_keys // step) * step
     return -(-padded_len // block_size)
 
 
@@ -118,25 +151,31 @@ def _cut(tiles: list[_Tile], bytes_each: int) -> list[list[_Tile]]:
     return [tiles[start : start + size] for start in range(0, len(tiles), size)]
 
 
-def _lay_out(tiles: list[_Tile], num_queries: int, padded_blocks: int, batch: AttentionBatch, kv: KVCache) -> TileGroup:
+def _lay_out(
+    tiles: list[_Tile], num_queries: int, padded_blocks: int, batch: AttentionBatch, kv: KVCache, window: int | None
+) -> TileGroup:
     device = kv.data.device
-    sequences, first_rows, _, context_lens = (
+    sequences, first_rows, _, context_lens, first_blocks = (
         torch.tensor(column, device=device) for column in zip(*tiles, strict=True)
     )
     within = torch.arange(num_queries, device=device)
-    positions = context_lens.unsqueeze(1) - num_queries + within
-    keys = torch.arange(padded_blocks * kv.block_size, device=device)
-    tables = batch.block_tables.index_select(0, sequences)[:, :padded_blocks].long()
-    tables = F.pad(tables, (0, padded_blocks - tables.shape[1]), value=NULL_BLOCK)
+    positions = (context_lens.unsqueeze(1) - num_queries + within).unsqueeze(-1)
+    columns = first_blocks.unsqueeze(1) + torch.arange(padded_blocks, device=device)
+    offsets = torch.arange(padded_blocks * kv.block_size, device=device)
+    keys = (first_blocks.unsqueeze(1) * kv.block_size + offsets).unsqueeze(1)
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
+    width = batch.block_tables.shape[1]
+    tables = batch.block_tables.index_select(0, sequences).gather(1, columns.clamp(max=width - 1)).long()
     # A sequence may own blocks past this tile's context: of later tiles, or still to be filled.
-    unused = torch.arange(padded_blocks, device=device) * kv.block_size >= context_lens.unsqueeze(1)
-    tables.masked_fill_(unused, NULL_BLOCK)
+    tables.masked_fill_(columns * kv.block_size >= context_lens.unsqueeze(1), NULL_BLOCK)
     heads = torch.arange(kv.data.shape[3], device=device).view(1, -1, 1)
     return TileGroup(
         rows=(first_rows.unsqueeze(1) + within).flatten(),
         head_blocks=(tables.unsqueeze(1) * len(heads[0]) + heads).flatten(),
-        hidden=(keys > positions.unsqueeze(-1))[:, None, :, None, :],
-        stale=_stale_rows(tiles, len(keys), kv).to(device),
+        hidden=hidden[:, None, :, None, :],
+        stale=_stale_rows(tiles, padded_blocks * kv.block_size, kv).to(device),
         num_tiles=len(tiles),
     )
 
@@ -146,7 +185,8 @@ def _stale_rows(tiles: list[_Tile], padded_len: int, kv: KVCache) -> Tensor:
     rows: list[int] = []
     num_kv_heads = kv.data.shape[3]
     for index, tile in enumerate(tiles):
-        end = min(-(-tile.context_len // kv.block_size) * kv.block_size, padded_len)
+        context_end = tile.context_len - tile.first_block * kv.block_size
+        end = -(-context_end // kv.block_size) * kv.block_size
         for head in range(index * num_kv_heads, (index + 1) * num_kv_heads):
-            rows.extend(range(head * padded_len + tile.context_len, head * padded_len + end))
+            rows.extend(range(head * padded_len + context_end, head * padded_len + end))
     return torch.tensor(rows, dtype=torch.int64)
