@@ -4,7 +4,7 @@ rows       A: prefill, 3 tokens   B: decode   C: decode
 token_ids  a5 a6 a7               b9          c4            one entry a token, row after row
 positions  5  6  7                9           4
 query_start  0 ──────────────────► 3 ────────► 4 ────────► 5
-logits of          a7              b9          c4           the last token of each row that samples
+logits of          a7              b9          c4           the last token of each row that samples, once a sample
 """
 
 from typing import NamedTuple
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.scheduler import PlanRow, StepPlan
+from engine.plan import PlanRow, StepPlan
+from engine.seeds import choice_seed
 from kernels.ops import AttentionBatch
 
 
@@ -57,12 +58,12 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBa
     positions = np.arange(plan.num_tokens) + np.repeat(starts - query_start[:-1], lengths)
     slots = block_tables[row_of_token, positions // block_size] * np.int64(block_size) + positions % block_size
     token_ids = np.fromiter(
-        (token for row in plan.rows for token in row.request.token_ids[row.start : row.start + row.num_tokens]),
+        (token for row in plan.rows for token in row.sequence.token_ids[row.start : row.start + row.num_tokens]),
         dtype=np.int64,
         count=plan.num_tokens,
     )
     context_lengths = starts + lengths
-    samples = np.array([row.samples for row in plan.rows], dtype=bool)
+    num_samples = np.array([row.num_samples for row in plan.rows], dtype=np.int64)
 
     def on_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -78,29 +79,37 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBa
             query_lens=tuple(lengths.tolist()),
             context_lens=tuple(context_lengths.tolist()),
         ),
-        logits_rows=on_device(query_start[1:][samples] - 1),
-        sampling=_sampling_batch([row for row in plan.rows if row.samples]),
+        logits_rows=on_device(np.repeat(query_start[1:] - 1, num_samples)),
+        sampling=_sampling_batch(plan.rows),
     )
 
 
 def _block_tables(rows: tuple[PlanRow, ...]) -> np.ndarray:
     """The rows' block tables, `[num_rows, longest]` int32, padded with the null block."""
-    tables = np.zeros((len(rows), max(len(row.request.block_ids) for row in rows)), dtype=np.int32)
+    tables = np.zeros((len(rows), max(len(row.sequence.block_ids) for row in rows)), dtype=np.int32)
     for index, row in enumerate(rows):
-        tables[index, : len(row.request.block_ids)] = row.request.block_ids
+        tables[index, : len(row.sequence.block_ids)] = row.sequence.block_ids
     return tables
 
 
-def _sampling_batch(rows: list[PlanRow]) -> SamplingBatch:
-    requests = [row.request for row in rows]
-    params = [request.params for request in requests]
-    banned = ((index, request.banned_token_ids) for index, request in enumerate(requests))
+def _sampling_batch(rows: tuple[PlanRow, ...]) -> SamplingBatch:
+    draws = [(row.sequence, seed) for row in rows for seed in _seeds(row)]
+    sequences = [sequence for sequence, _ in draws]
+    params = [sequence.request.params for sequence in sequences]
+    banned = ((index, sequence.banned_token_ids) for index, sequence in enumerate(sequences))
     return SamplingBatch(
         temperature=[p.temperature for p in params],
         top_k=[max(p.top_k, 0) for p in params],
         top_p=[p.top_p for p in params],
         min_p=[p.min_p for p in params],
-        seeds=[request.seed for request in requests],
-        positions=[request.num_tokens for request in requests],
+        seeds=[seed for _, seed in draws],
+        positions=[sequence.num_tokens for sequence in sequences],
         banned={index: sorted(token_ids) for index, token_ids in banned if token_ids},
     )
+
+
+def _seeds(row: PlanRow) -> list[int]:
+    """One seed for each draw of a row: the sequence's own, or one for each continuation that starts here."""
+    if row.num_samples == 1:
+        return [row.sequence.seed]
+    return [choice_seed(row.sequence.request.seed, choice) for choice in range(row.num_samples)]

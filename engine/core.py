@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from hashlib import blake2b
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from engine.detokenizer import StopStringWatcher, decode
@@ -11,9 +11,12 @@ from engine.errors import OutOfMemory, RequestError
 from engine.info import EngineInfo, EngineStats
 from engine.messages import NewRequest
 from engine.outputs import CompletionOutput, RequestOutput
+from engine.plan import BlockMove, StepOutput, StepPlan
 from engine.prompts import PromptEncoder
 from engine.request import Request
-from engine.scheduler import Scheduler, StepOutput, StepPlan
+from engine.scheduler import Scheduler
+from engine.seeds import derive_seed
+from engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 class StepRunner(Protocol):
     """What the loop needs of `engine.runner.Runner`."""
+
+    def move_blocks(self, moves: Iterable[BlockMove]) -> None: ...
 
     def execute(self, plan: StepPlan) -> StepOutput: ...
 
@@ -86,6 +91,8 @@ class EngineCore:
         """Run one step, and return the requests that ended since the last."""
         self._encode_some()
         plan = self.scheduler.schedule(self._budget.tokens)
+        # Apart from the step itself, which may be given up and planned anew: the moves are not planned twice.
+        self._runner.move_blocks(plan.moves)
         finished = self._run(plan) if plan.rows else []
         outputs = self._undelivered + [self._output(request) for request in finished]
         self._undelivered = []
@@ -103,7 +110,7 @@ class EngineCore:
         """After a step that did not fit: try again with less, and when that has not helped, without the largest."""
         if self._budget.reduce(plan.num_tokens):
             return []
-        largest = max(plan.rows, key=lambda row: row.start + row.num_tokens).request
+        largest = max(plan.rows, key=lambda row: row.start + row.num_tokens).sequence.request
         self.scheduler.fail(largest, RequestError(error.message, code=error.code))
         return [largest]
 
@@ -114,12 +121,15 @@ class EngineCore:
 
     def _make_request(self, new: NewRequest, token_ids: list[int]) -> Request:
         params = new.params
-        watcher = None
+        make_stop_watcher = None
         if params.stop_strings:
             if self.tokenizer is None:
                 raise RequestError("The model comes without a tokenizer, so it has no text to stop at.", field="stop")
-            watcher = StopStringWatcher(
-                self.tokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
+            make_stop_watcher = partial(
+                StopStringWatcher,
+                self.tokenizer,
+                params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
             )
         for token_id in params.stop_token_ids:
             if token_id >= self.info.vocab_size:
@@ -131,36 +141,38 @@ class EngineCore:
             new.index,
             token_ids,
             params,
-            seed=_derived_seed(self._seed, new.index) if params.seed is None else params.seed,
+            seed=derive_seed(self._seed, new.index) if params.seed is None else params.seed,
             eos_token_ids=self._eos_token_ids,
-            stop_watcher=watcher,
+            make_stop_watcher=make_stop_watcher,
             salt=new.salt,
         )
 
     def _output(self, request: Request) -> RequestOutput:
-        assert request.finish_reason is not None
-        completion = CompletionOutput(
-            index=0,
-            text=self._text(request),
-            token_ids=tuple(request.output_token_ids),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
         return RequestOutput(
             index=request.index,
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            outputs=(completion,),
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=tuple(self._completion(sequence) for sequence in request.sequences),
             num_cached_tokens=request.num_cached_tokens or 0,
             error=request.error,
         )
 
-    def _text(self, request: Request) -> str:
+    def _completion(self, sequence: Sequence) -> CompletionOutput:
+        assert sequence.finish_reason is not None
+        return CompletionOutput(
+            index=sequence.choice,
+            text=self._text(sequence),
+            token_ids=tuple(sequence.output_token_ids),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+        )
+
+    def _text(self, sequence: Sequence) -> str:
         if self.tokenizer is None:
             return ""
-        if request.stop_watcher and request.stop_watcher.stopped_text is not None:
-            return request.stop_watcher.stopped_text
-        token_ids = request.output_token_ids
-        if request.finish_reason == "stop" and not request.params.include_stop_str_in_output:
+        if sequence.stop_watcher and sequence.stop_watcher.stopped_text is not None:
+            return sequence.stop_watcher.stopped_text
+        token_ids = sequence.output_token_ids
+        if sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output:
             token_ids.pop()
         return decode(self.tokenizer, token_ids)
 
@@ -197,9 +209,3 @@ class TokenBudget:
         if self._successes == self._STEPS_TO_RECOVER:
             self._successes = 0
             self.tokens = min(self._full, 2 * self.tokens)
-
-
-def _derived_seed(seed: int, index: int) -> int:
-    """A seed of 63 bits for request `index` that depends on nothing but the two numbers."""
-    digest = blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

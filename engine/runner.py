@@ -1,5 +1,6 @@
 """One step on the device: one forward pass, one sampling pass, no request touched."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -7,8 +8,8 @@ from torch import Tensor
 
 from engine.batch import build_batch
 from engine.errors import OutOfMemory
+from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
 from engine.sampler import sample
-from engine.scheduler import StepOutput, StepPlan
 from kernels.ops import AttentionBatch, KVCache
 
 
@@ -27,6 +28,12 @@ class Runner:
         self._model = model
         self._kv = kv
         self._device = device
+
+    def move_blocks(self, moves: Iterable[BlockMove]) -> None:
+        """Carry out a plan's moves, in their order. Nothing is allocated, so that they never run out of memory."""
+        for kind, src, dst in moves:
+            assert kind is MoveKind.COPY
+            self._kv.data[:, :, dst].copy_(self._kv.data[:, :, src])
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens and sample.

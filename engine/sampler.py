@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from engine.batch import SamplingBatch
+from engine.plan import Sampled
 from kernels.ops import gumbel_noise
 
 # Nearly always the tokens that reach top_p are among so many; sorting the whole vocabulary is for the other rows.
 _TOP_P_CANDIDATES = 1024
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[int | None, ...]:
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Sampled, ...]:
     """Choose one token for each row of `logits` `[R, vocab_size]` float32, which is overwritten.
 
-    None stands for a row whose largest logit is NaN or infinite.
+    There is none for a row whose largest logit is NaN or infinite.
     """
     for row, token_ids in batch.banned.items():
         logits[row, token_ids] = -math.inf
@@ -36,7 +37,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[int | None, ...]:
     if random_rows:
         tokens[random_rows] = _sample_random(logits[random_rows] - best[random_rows, None], _select(batch, random_rows))
     return tuple(
-        token if finite else None for token, finite in zip(tokens.tolist(), torch.isfinite(best).tolist(), strict=True)
+        Sampled(token if finite else None)
+        for token, finite in zip(tokens.tolist(), torch.isfinite(best).tolist(), strict=True)
     )
 
 

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import SamplingBatch
-from engine.sampler import _TOP_P_CANDIDATES, sample, top_k_floor, top_p_floor
+from engine.sampler import _TOP_P_CANDIDATES, top_k_floor, top_p_floor
+from engine.sampler import sample as sample_rows
+
+
+def sample(logits, batch):
+    """The token of each row."""
+    return tuple(sampled.token_id for sampled in sample_rows(logits, batch))
 
 
 def sampling(rows, **columns):

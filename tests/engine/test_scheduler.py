@@ -6,14 +6,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.errors import ConfigError, RequestError
-from engine.request import RequestStatus
-from engine.scheduler import Scheduler, StepOutput
+from engine.plan import Sampled, StepOutput
+from engine.scheduler import Scheduler
 from tests.engine.toy import EOS, answer, next_token, request, toy_limits, toy_runner
 
 
 def commit_all(scheduler, plan):
     """Commit a plan with the toy's tokens, without a model."""
-    return scheduler.commit(plan, StepOutput(tuple(next_token(r.request.token_ids) for r in plan.rows if r.samples)))
+    tokens = (next_token(row.sequence.token_ids) for row in plan.rows if row.num_samples)
+    return scheduler.commit(plan, StepOutput(tuple(map(Sampled, tokens))))
+
+
+def only(done):
+    """The one sequence of a request."""
+    (sequence,) = done.sequences
+    return sequence
 
 
 def drain(scheduler, runner, steps=2000):
@@ -33,9 +40,9 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks():
     chunks = []
     for _ in range(3):
         plan = scheduler.schedule()
-        chunks.append((plan.rows[0].start, plan.rows[0].num_tokens, plan.rows[0].samples))
+        chunks.append((plan.rows[0].start, plan.rows[0].num_tokens, plan.rows[0].num_samples))
         commit_all(scheduler, plan)
-    assert chunks == [(0, 8, False), (8, 8, False), (16, 4, True)]
+    assert chunks == [(0, 8, 0), (8, 8, 0), (16, 4, 1)]
 
 
 def test_running_requests_come_before_waiting_ones():
@@ -44,7 +51,7 @@ def test_running_requests_come_before_waiting_ones():
     commit_all(scheduler, scheduler.schedule())
     scheduler.add(request(1, range(100, 120)))
     plan = scheduler.schedule()
-    assert [(row.request.index, row.num_tokens) for row in plan.rows] == [(0, 1), (1, 9)]
+    assert [(row.sequence.request.index, row.num_tokens) for row in plan.rows] == [(0, 1), (1, 9)]
 
 
 def test_a_prompt_of_whole_blocks_that_is_cached_still_computes_its_last_token():
@@ -53,15 +60,15 @@ def test_a_prompt_of_whole_blocks_that_is_cached_still_computes_its_last_token()
         scheduler.add(request(index, range(12), max_tokens=1))
         plan = scheduler.schedule()
         commit_all(scheduler, plan)
-    assert (plan.rows[0].start, plan.rows[0].num_tokens, plan.rows[0].samples) == (8, 4, True)
-    assert plan.rows[0].request.num_cached_tokens == 8
+    assert (plan.rows[0].start, plan.rows[0].num_tokens, plan.rows[0].num_samples) == (8, 4, True)
+    assert plan.rows[0].sequence.request.num_cached_tokens == 8
 
 
 def test_requests_with_different_salts_share_nothing():
     scheduler = Scheduler(toy_limits())
     for index, salt in enumerate([b"a", b"b", b"a"]):
         asked = request(index, range(9), max_tokens=1)
-        asked._salt = salt
+        asked.salt = salt
         scheduler.add(asked)
         commit_all(scheduler, scheduler.schedule())
         assert asked.num_cached_tokens == (8 if index == 2 else 0)
@@ -74,10 +81,10 @@ def test_a_prompt_waits_a_step_for_the_prefix_that_another_is_computing():
         scheduler.add(request(index, [*shared, 100 + index]))
     scheduler.add(request(3, range(50, 60)))
     first = scheduler.schedule()
-    assert [row.request.index for row in first.rows] == [0, 3]
+    assert [row.sequence.request.index for row in first.rows] == [0, 3]
     commit_all(scheduler, first)
     second = scheduler.schedule()
-    assert [(row.request.index, row.start) for row in second.rows] == [(0, 17), (3, 10), (1, 16), (2, 16)]
+    assert [(row.sequence.request.index, row.start) for row in second.rows] == [(0, 17), (3, 10), (1, 16), (2, 16)]
 
 
 def test_without_prefix_caching_nothing_is_shared_and_nothing_waits():
@@ -97,19 +104,19 @@ def test_the_youngest_is_preempted_and_stands_first_in_the_queue():
     assert scheduler.stats().preemptions == 0
     for index in range(3):
         scheduler.add(request(index, range(10 * index, 10 * index + 9), max_tokens=20, ignore_eos=True))
-    requests = list(scheduler._waiting)
+    requests = [sequence.request for sequence in scheduler._waiting]
     plan = scheduler.schedule()
     while not scheduler.stats().preemptions:
         scheduler.commit(plan, runner.execute(plan))
         plan = scheduler.schedule()
-    assert scheduler._waiting[0].index == 2
+    assert scheduler._waiting[0].request.index == 2
     assert scheduler._waiting[0].block_ids == []
     assert scheduler._waiting[0].num_output_tokens > 0, "what it generated is kept"
-    assert 2 not in [row.request.index for row in plan.rows]
+    assert 2 not in [row.sequence.request.index for row in plan.rows]
     scheduler.commit(plan, runner.execute(plan))
     drain(scheduler, runner)
     for done in requests:
-        assert done.output_token_ids == answer(done.prompt_token_ids, 20, ignore_eos=True)
+        assert only(done).output_token_ids == answer(done.prompt_token_ids, 20, ignore_eos=True)
 
 
 def test_admission_leaves_room_for_the_answers_that_are_expected():
@@ -133,7 +140,7 @@ def test_a_prompt_one_short_of_the_context_gets_one_token():
     scheduler = Scheduler(toy_limits(max_model_len=36, num_kv_blocks=10))
     scheduler.add(request(0, [1] * 35, max_tokens=None, ignore_eos=True))
     (done,) = drain(scheduler, toy_runner(scheduler.config))
-    assert (done.num_tokens, done.finish_reason) == (36, "length")
+    assert (only(done).num_tokens, only(done).finish_reason) == (36, "length")
 
 
 def test_limits_under_which_a_request_could_never_finish_are_refused():
@@ -148,8 +155,8 @@ def test_an_abort_is_final_in_every_state():
         scheduler.add(request(index, range(9), ignore_eos=True))
     plan = scheduler.schedule()
     scheduler.commit(plan, runner.execute(plan))
-    assert scheduler.abort(1).num_output_tokens == 0
-    assert scheduler.abort(0).num_output_tokens == 1
+    assert only(scheduler.abort(1)).num_output_tokens == 0
+    assert only(scheduler.abort(0)).num_output_tokens == 1
     assert scheduler.abort(0) is None
     assert not scheduler.has_unfinished
     assert scheduler.stats().kv_blocks_used == 0
@@ -169,7 +176,7 @@ def test_a_plan_that_is_never_committed_changes_no_answer():
         scheduler.commit(smaller, runner.execute(smaller))
         scheduler.check_integrity()
     for done in requests:
-        assert done.output_token_ids == answer(done.prompt_token_ids, 8)
+        assert only(done).output_token_ids == answer(done.prompt_token_ids, 8)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -200,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     def abort(self, data):
         index = data.draw(st.sampled_from(sorted(self.requests)))
-        if self.requests[index].status is not RequestStatus.FINISHED:
+        if not self.requests[index].finished:
             self.aborted.add(index)
         self.scheduler.abort(index)
 
@@ -234,11 +241,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             room = self.limits.max_model_len - done.num_prompt_tokens
             expected = answer(done.prompt_token_ids, min(done.params.max_tokens, room))
             if index in self.aborted:
-                assert done.finish_reason == "abort"
-                assert done.output_token_ids == expected[: done.num_output_tokens]
+                assert only(done).finish_reason == "abort"
+                assert only(done).output_token_ids == expected[: only(done).num_output_tokens]
             else:
-                assert done.output_token_ids == expected
-                assert done.finish_reason == ("stop" if expected[-1] == EOS else "length")
+                assert only(done).output_token_ids == expected
+                assert only(done).finish_reason == ("stop" if expected[-1] == EOS else "length")
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -13,10 +13,11 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import OutOfMemory
 from engine.info import EngineInfo
+from engine.plan import StepOutput, StepPlan
 from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, StepOutput, StepPlan
+from engine.scheduler import Scheduler
 from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache
 
 VOCAB_SIZE = 260
@@ -66,6 +67,9 @@ class FaultyRunner:
     def __init__(self, runner: Runner, fits) -> None:
         self._runner = runner
         self._fits = fits
+
+    def move_blocks(self, moves) -> None:
+        self._runner.move_blocks(moves)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         if not self._fits(plan):

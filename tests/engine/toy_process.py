@@ -23,11 +23,14 @@ class _Runner:
     def __init__(self, runner):
         self._runner = runner
 
+    def move_blocks(self, moves):
+        self._runner.move_blocks(moves)
+
     def execute(self, plan):
         for row in plan.rows:
-            if row.request.prompt_token_ids == CRASH:
+            if list(row.sequence.request.prompt_token_ids) == CRASH:
                 raise ValueError("the toy was told to crash")
-            if row.request.prompt_token_ids == HANG:
+            if list(row.sequence.request.prompt_token_ids) == HANG:
                 threading.Event().wait()
         return self._runner.execute(plan)
 

@@ -1,0 +1,104 @@
+"""One continuation of a request on its way through the engine. The scheduler owns it and alone changes it."""
+
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from engine.blocks import BlockHash, block_hash, root_hash
+from engine.detokenizer import StopStringWatcher
+from engine.logprobs import TokenLogprobs
+from engine.outputs import FinishReason
+
+if TYPE_CHECKING:
+    from engine.request import Request
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # holds no blocks: not started, or preempted
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """A prompt, what was generated after it, and how much of both the KV cache holds.
+
+    `token_ids` is prompt and output together; `num_computed_tokens` of them are in the blocks of `block_ids`. What
+    preemption throws away is only those two: the tokens, the seed and the stop-string state stay.
+    """
+
+    __slots__ = (
+        "_block_hashes",
+        "block_ids",
+        "choice",
+        "finish_reason",
+        "logprobs",
+        "num_computed_tokens",
+        "request",
+        "seed",
+        "status",
+        "stop_reason",
+        "stop_watcher",
+        "token_ids",
+    )
+
+    def __init__(self, request: "Request", choice: int, seed: int, stop_watcher: StopStringWatcher | None) -> None:
+        self.request = request
+        self.choice = choice
+        self.seed = seed
+        self.stop_watcher = stop_watcher
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[TokenLogprobs] = []
+        self._block_hashes: list[BlockHash] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.request.num_prompt_tokens :]
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Tokens that must not be sampled now: those that would end the sequence before `min_tokens`."""
+        params = self.request.params
+        if self.num_output_tokens >= params.min_tokens:
+            return frozenset()
+        return self.request.eos_token_ids | frozenset(params.stop_token_ids)
+
+    def block_hashes(self, block_size: int, count: int) -> list[BlockHash]:
+        """The hashes of the first `count` blocks, all of which must be full; each is computed once."""
+        hashes = self._block_hashes
+        while len(hashes) < count:
+            start = len(hashes) * block_size
+            parent = hashes[-1] if hashes else root_hash(self.request.salt)
+            hashes.append(block_hash(parent, self.token_ids[start : start + block_size]))
+        return hashes[:count]
+
+    def append_token(self, token_id: int) -> None:
+        """Add one sampled token, and finish if it was the last: by a stop token, a stop string, or the length."""
+        self.token_ids.append(token_id)
+        request = self.request
+        # Up to min_tokens the sampler chooses neither of the first two, see `banned_token_ids`. Text it cannot foresee.
+        may_stop_at_text = self.num_output_tokens > request.params.min_tokens
+        if token_id in request.eos_token_ids:
+            self.finish("stop")
+        elif token_id in request.params.stop_token_ids:
+            self.finish("stop", stop_reason=token_id)
+        elif self.stop_watcher and (stop := self.stop_watcher.push(token_id, may_stop=may_stop_at_text)):
+            self.finish("stop", stop_reason=stop)
+        elif self.num_output_tokens >= request.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason, *, stop_reason: int | str | None = None) -> None:
+        self.status = SequenceStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
