@@ -64,7 +64,8 @@ class StepOutput(NamedTuple):
         sampled: `num_samples` entries for each row, in the plan's order.
         prompt_logprobs: By row of the plan: one entry for each token of the row's chunk but the prompt's last, about
             the token that follows it.
-        pooled: By row of the plan: the vector of a request that pools, float32.
+        pooled: By row of the plan, for each row of a request that pools: the sum over those tokens of its chunk that
+            the pooler wants, float32.
     """
 
     sampled: tuple[Sampled, ...]

@@ -9,11 +9,9 @@ cls                       a0                   nothing: it was in an earlier ste
 last                      nothing yet, or a2   b6
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from engine.pooling_params import PoolingType
 
@@ -71,18 +69,6 @@ class Pooler:
         if self._normalize and (length := np.linalg.norm(vector)) > 0:
             vector = vector / length
         return vector
-
-
-def sum_tokens(hidden: Tensor, places: Sequence[range]) -> Tensor:
-    """Sum rows of `hidden` `[num_tokens, size]`: one sum for each range of places, `[len(places), size]` float32.
-
-    The sum of no row is 0. The order of summation does not depend on the other ranges.
-    """
-    rows = [place for wanted in places for place in wanted]
-    chosen = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)].float()
-    lengths = torch.tensor([len(wanted) for wanted in places], device=hidden.device)
-    sums: Tensor = torch.segment_reduce(chosen, "sum", lengths=lengths, unsafe=True, initial=0)
-    return sums
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:

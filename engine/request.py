@@ -6,16 +6,21 @@ from collections.abc import Callable
 from engine.detokenizer import StopStringWatcher
 from engine.errors import RequestError
 from engine.logprobs import TokenLogprobs
+from engine.pooling import Pooler
 from engine.sampling_params import SamplingParams
 from engine.seeds import choice_seed
 from engine.sequence import Sequence, SequenceStatus
+
+# Of a request that pools: it samples nothing, and these are asked for nothing.
+_POOLING_PARAMS = SamplingParams(max_tokens=1)
 
 
 class Request:
     """A prompt and its parameters, with one sequence for each continuation that has begun. The scheduler owns it.
 
     `salt` keeps its KV blocks apart from those of requests with another. `max_tokens` is what `params` says, or less:
-    the scheduler lowers it to what the context holds.
+    the scheduler lowers it to what the context holds. With a `pooler` the request samples nothing: it ends when its
+    prompt is computed, and the pooler has its answer; `token_types` say of each token which text of a pair it is from.
     """
 
     __slots__ = (
@@ -26,11 +31,13 @@ class Request:
         "max_tokens",
         "num_cached_tokens",
         "params",
+        "pooler",
         "prompt_logprobs",
         "prompt_token_ids",
         "salt",
         "seed",
         "sequences",
+        "token_types",
     )
 
     def __init__(
@@ -54,9 +61,27 @@ class Request:
         self.num_cached_tokens: int | None = None  # None until it first runs
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.error: RequestError | None = None
+        self.pooler: Pooler | None = None
+        self.token_types: tuple[int, ...] = ()
         self._make_stop_watcher = make_stop_watcher
         self.sequences: list[Sequence] = []
         self.add_sequence()
+
+    @classmethod
+    def to_pool(
+        cls,
+        index: int,
+        prompt_token_ids: list[int],
+        pooler: Pooler,
+        *,
+        token_types: tuple[int, ...] = (),
+        salt: bytes = b"",
+    ) -> "Request":
+        """A request for one vector of its prompt; `token_types` empty: all 0."""
+        request = cls(index, prompt_token_ids, _POOLING_PARAMS, seed=0, salt=salt)
+        request.pooler = pooler
+        request.token_types = token_types
+        return request
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.batch import build_batch
 from engine.errors import OutOfMemory
 from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
+from engine.pooled_rows import pool_rows
 from engine.sampler import sample
 from kernels.ops import AttentionBatch, KVCache
 
@@ -56,9 +57,10 @@ class Runner:
     def _execute(self, plan: StepPlan) -> StepOutput:
         batch = build_batch(plan, self._kv.block_size, self._device)
         hidden = self._model.forward(batch.token_ids, batch.positions, batch.attention, self._kv)
+        pooled = pool_rows(hidden, plan.rows)
         if batch.logits_rows.numel() == 0:
-            return StepOutput(())
-        return StepOutput(sample(self._model.logits(hidden[batch.logits_rows]), batch.sampling))
+            return StepOutput((), pooled=pooled)
+        return StepOutput(sample(self._model.logits(hidden[batch.logits_rows]), batch.sampling), pooled=pooled)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

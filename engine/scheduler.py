@@ -37,7 +37,9 @@ class OutputLengthEstimate:
         self._share = 0.7
 
     def remaining_tokens(self, sequence: Sequence) -> int:
-        """The predicted number of tokens still to come; at least one."""
+        """The predicted number of tokens still to come: at least one, but none where the prompt is only pooled."""
+        if sequence.request.pooler:
+            return 0
         return max(1, int(self._share * sequence.request.max_tokens) - sequence.num_output_tokens)
 
     def record_finish(self, sequence: Sequence) -> None:
@@ -67,10 +69,12 @@ class Scheduler:
 
         Raises `RequestError` (code `context_length_exceeded`) if its prompt leaves no room for an answer.
         """
-        longest = self.config.max_model_len - 1
+        num_answer_tokens = 0 if request.pooler else 1
+        longest = self.config.max_model_len - num_answer_tokens
         if request.num_prompt_tokens > longest:
             raise RequestError(
-                f"The prompt has {request.num_prompt_tokens} tokens; with one token of answer, at most {longest} fit.",
+                f"The prompt has {request.num_prompt_tokens} tokens; with {num_answer_tokens} of an answer, at most "
+                f"{longest} fit.",
                 code="context_length_exceeded",
                 field="prompt",
                 hint="Shorten the prompt, or raise max_model_len if the model and the KV pool allow it.",
@@ -143,6 +147,8 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         self._release_blocks(victim)
         victim.num_computed_tokens = 0
+        if victim.request.pooler:
+            victim.request.pooler.reset()
         victim.status = SequenceStatus.WAITING
         self._waiting.appendleft(victim)
         self._preemptions += 1
@@ -199,9 +205,11 @@ class Scheduler:
     def _match_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
         """The cached blocks that `sequence` begins with, and the hash of the first full block that is not among them.
 
-        The last token is never a hit: its logits are wanted, so it has to be computed.
+        The last token is never a hit: its logits are wanted, so it has to be computed. Nor is any token of a request
+        that pools them all.
         """
-        if not self.config.enable_prefix_caching:
+        pooler = sequence.request.pooler
+        if not self.config.enable_prefix_caching or (pooler and pooler.needs_all_tokens):
             return [], None
         hashes = sequence.block_hashes(self.config.block_size, (sequence.num_tokens - 1) // self.config.block_size)
         hits = self.pool.match_prefix(hashes)
@@ -231,17 +239,22 @@ class Scheduler:
         """Enter the results of a step, and return the requests that it finished.
 
         In this order: tokens count as computed; the blocks they filled become findable; the sampled token is
-        appended, which may finish the sequence; finished sequences give back their blocks, which stay findable.
+        appended, or what was pooled is added, which may finish the sequence; finished sequences give back their
+        blocks, which stay findable.
         """
         sampled = iter(output.sampled)
         finished = []
-        for row in plan.rows:
+        for index, row in enumerate(plan.rows):
             sequence = row.sequence
             self._advance(sequence, row.num_tokens)
+            if pooler := sequence.request.pooler:
+                pooler.add(output.pooled[index])
+                if sequence.num_computed_tokens == sequence.num_tokens:
+                    sequence.finish("stop")
             for token in islice(sampled, row.num_samples):
                 self._append(sequence, token)
             if sequence.status is SequenceStatus.FINISHED:
-                if sequence.finish_reason != "error":
+                if sequence.finish_reason != "error" and not sequence.request.pooler:
                     self._estimate.record_finish(sequence)
                 if sequence.request.finished:
                     finished.append(sequence.request)
@@ -313,7 +326,8 @@ class Scheduler:
 
 def _row(sequence: Sequence, num_tokens: int) -> PlanRow:
     start = sequence.num_computed_tokens
-    return PlanRow(sequence, start, num_tokens, num_samples=int(start + num_tokens == sequence.num_tokens))
+    samples = start + num_tokens == sequence.num_tokens and not sequence.request.pooler
+    return PlanRow(sequence, start, num_tokens, num_samples=int(samples))
 
 
 def _nan_logits(sequence: Sequence) -> RequestError:
