@@ -141,6 +141,16 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
+def lora_add(x: Tensor, y: Tensor, rows: Tensor, a: Tensor, b: Tensor, columns: slice) -> None:
+    """Add `x @ a.T @ b.T` to `columns` of `y`, in place, for some rows of both (int64, each at most once).
+
+    x `[num_tokens, in_features]`, y `[num_tokens, out_features]`, a `[rank, in_features]`, b `[columns, rank]`. The
+    products are float32.
+    """
+    product = x[rows].float() @ a.float().T @ b.float().T
+    y[rows, columns] += product.to(y.dtype)
+
+
 def copy_blocks(kv: KVCache, src: Tensor, dst: Tensor) -> None:
     """Copy the blocks `src` onto the blocks `dst` (both `[num_copies]`, integer) in all layers."""
     kv.data.index_copy_(2, dst.long(), kv.data.index_select(2, src))
