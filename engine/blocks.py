@@ -27,9 +27,12 @@ from kernels.cache import NULL_BLOCK
 BlockHash = bytes
 
 
-def root_hash(salt: bytes) -> BlockHash:
-    """The parent of a request's first block. Requests with different salts never share a block."""
-    return blake2b(salt, digest_size=16).digest()
+def root_hash(salt: bytes, adapter: bytes = b"") -> BlockHash:
+    """The parent of a request's first block. Requests never share one with another salt, or another adapter.
+
+    `adapter` is the revision of a LoRA adapter, at most 64 bytes, or empty.
+    """
+    return blake2b(salt, key=adapter, digest_size=16).digest()
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

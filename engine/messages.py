@@ -10,12 +10,16 @@ from engine.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """`index` is the caller's, unique among the requests in the engine. Only requests of one `salt` share KV blocks."""
+    """`index` is the caller's, unique among the requests in the engine. Only requests of one `salt` share KV blocks.
+
+    `lora` names an adapter: a folder in PEFT's format, or a hub id with an optional `@revision`.
+    """
 
     index: int
     prompt: Prompt
     params: SamplingParams
     salt: bytes = b""
+    lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from engine.detokenizer import StopStringWatcher
 from engine.errors import RequestError
@@ -10,6 +11,9 @@ from engine.pooling import Pooler
 from engine.sampling_params import SamplingParams
 from engine.seeds import choice_seed
 from engine.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from engine.lora import LoraAdapter
 
 # Of a request that pools: it samples nothing, and these are asked for nothing.
 _POOLING_PARAMS = SamplingParams(max_tokens=1)
@@ -25,9 +29,11 @@ class Request:
 
     __slots__ = (
         "_make_stop_watcher",
+        "adapter",
         "eos_token_ids",
         "error",
         "index",
+        "lora",
         "max_tokens",
         "num_cached_tokens",
         "params",
@@ -50,6 +56,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         make_stop_watcher: Callable[[], StopStringWatcher] | None = None,
         salt: bytes = b"",
+        lora: str | None = None,
     ) -> None:
         self.index = index
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -58,6 +65,8 @@ class Request:
         self.max_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.salt = salt
+        self.lora = lora
+        self.adapter: LoraAdapter | None = None  # see engine.lora.LoraCache.acquire
         self.num_cached_tokens: int | None = None  # None until it first runs
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.error: RequestError | None = None

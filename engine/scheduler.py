@@ -21,6 +21,7 @@ from engine.blocks import BlockHash, BlockPool
 from engine.config import SchedulerConfig
 from engine.errors import RequestError
 from engine.info import EngineStats
+from engine.lora import LoraCache
 from engine.plan import PlanRow, Sampled, StepOutput, StepPlan
 from engine.request import Request
 from engine.sequence import Sequence, SequenceStatus
@@ -55,8 +56,9 @@ class Scheduler:
     Deterministic: no clock, no randomness.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, adapters: LoraCache | None = None) -> None:
         self.config = config
+        self.adapters = adapters
         self.pool = BlockPool(config.num_kv_blocks)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission: the youngest stands last
@@ -99,6 +101,17 @@ class Scheduler:
         request.fail(error)
         self._retire([request])
 
+    def take_adapters(self) -> list[Request]:
+        """Take in the adapters that have been loaded; finish, and return, the requests whose adapter could not be."""
+        errors = self.adapters.take_loaded() if self.adapters else {}
+        if not errors:
+            return []
+        failed = [request for request in self._requests.values() if request.lora in errors and not request.adapter]
+        for request in failed:
+            request.fail(errors[request.lora])
+        self._retire(failed)
+        return failed
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
@@ -114,8 +127,9 @@ class Scheduler:
     def schedule(self, token_budget: int | None = None) -> StepPlan:
         """Plan the next step within `token_budget`, by default `max_num_batched_tokens`.
 
-        The plan is empty only if there is no request. Running sequences come first; waiting ones are admitted only
-        into a step in which nobody was preempted, so that what was freed is not given away at once.
+        The plan is empty only if there is no request, or every one of them waits for an adapter to be loaded. Running
+        sequences come first; waiting ones are admitted only into a step in which nobody was preempted, so that what was
+        freed is not given away at once.
         """
         budget = self.config.max_num_batched_tokens if token_budget is None else token_budget
         rows: list[PlanRow] = []
@@ -158,7 +172,7 @@ class Scheduler:
         """Start waiting requests in order, while rows, tokens and predicted blocks last.
 
         One whose next block is being computed by another row of this same step is passed over: a step later it finds
-        that block in the cache. It keeps its place in the queue.
+        that block in the cache. So is one whose adapter is not in memory. They keep their places in the queue.
         """
         if not self._waiting or len(self._running) == self.config.max_num_seqs:
             return
@@ -167,6 +181,9 @@ class Scheduler:
         promised = sum(self._predicted_growth(sequence) for sequence in self._running)
         while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
+            if self.adapters and not self.adapters.acquire(sequence.request):
+                passed_over.append(self._waiting.popleft())
+                continue
             hits, next_hash = self._match_prefix(sequence)
             if next_hash in in_progress:
                 passed_over.append(self._waiting.popleft())
@@ -285,6 +302,8 @@ class Scheduler:
         """Forget these requests, and take every finished sequence out of its queue and out of its blocks."""
         for request in finished:
             del self._requests[request.index]
+            if self.adapters:
+                self.adapters.release(request)
         for sequence in self._running:
             if sequence.status is SequenceStatus.FINISHED:
                 self._release_blocks(sequence)

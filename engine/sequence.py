@@ -79,9 +79,13 @@ class Sequence:
         hashes = self._block_hashes
         while len(hashes) < count:
             start = len(hashes) * block_size
-            parent = hashes[-1] if hashes else root_hash(self.request.salt)
+            parent = hashes[-1] if hashes else self._root_hash()
             hashes.append(block_hash(parent, self.token_ids[start : start + block_size]))
         return hashes[:count]
+
+    def _root_hash(self) -> BlockHash:
+        adapter = self.request.adapter
+        return root_hash(self.request.salt, adapter.revision if adapter else b"")
 
     def append_token(self, token_id: int) -> None:
         """Add one sampled token, and finish if it was the last: by a stop token, a stop string, or the length."""

@@ -1,0 +1,215 @@
+"""LoRA adapters in the engine: which are in memory, who holds them, and which rows of a step they belong to.
+
+    acquire ──► in memory? ── yes ──► held by the request until it ends
+                   │ no
+                   a slot is free, or its adapter is held by nobody? ── no ──► the request waits for a slot
+                   │ yes: the least recently used adapter goes
+                   loading, in a thread ──► failed? every request that waits for it gets the error
+
+Younger requests may overtake one that waits for a slot, up to a number of them. After that no request takes hold of an
+adapter before this one has a slot, so that one comes free: nobody waits for ever.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import RequestError
+from engine.models.adapters import Projection
+from engine.plan import PlanRow
+from engine.request import Request
+from kernels.lora import PackedLowRank, Segment, lora_add
+
+# Reading a file and copying it to the device; more would only compete for the disk and the memory.
+_LOADING_THREADS = 2
+
+
+class FileStamp(NamedTuple):
+    """A file as it was when it was read."""
+
+    path: Path
+    modified_ns: int
+    size: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileStamp":
+        status = path.stat()
+        return cls(path, status.st_mtime_ns, status.st_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraAdapter:
+    """An adapter on the device.
+
+    Attributes:
+        revision: A digest of the files' contents, 16 bytes: KV blocks are shared only within one revision.
+        files: Where it was read from.
+        weights: By layer and projection, for those that the adapter changes.
+    """
+
+    revision: bytes
+    files: tuple[FileStamp, ...]
+    weights: Mapping[tuple[int, Projection], PackedLowRank]
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether its files still are what was read."""
+        try:
+            return all(FileStamp.of(file.path) == file for file in self.files)
+        except OSError:
+            return False
+
+
+class LoraCache:
+    """The adapters in memory, at most `max_loras`, loading ones included. Called from the loop's thread only.
+
+    `load` reads an adapter by its name, in a thread, and raises `RequestError`. At most `max_overtakes` requests take
+    hold of an adapter while another waits for a slot.
+    """
+
+    def __init__(self, load: Callable[[str], LoraAdapter], *, max_loras: int, max_overtakes: int) -> None:
+        self._load = load
+        self._max_loras = max_loras
+        self._max_overtakes = max_overtakes
+        self._resident: OrderedDict[str, LoraAdapter] = OrderedDict()  # the least recently used first
+        self._holders: Counter[str] = Counter()
+        self._loading: dict[str, Future[LoraAdapter]] = {}
+        self._waiting_for_slot: Request | None = None
+        self._overtakes = 0
+        self._threads = ThreadPoolExecutor(_LOADING_THREADS, thread_name_prefix="lora")
+        self.num_loads = self.num_evictions = 0
+
+    def acquire(self, request: Request) -> bool:
+        """Give `request` hold of its adapter, as `request.adapter`, until `release`.
+
+        False if it has to wait: for a load, which starts now if there is a slot, or for a slot. A request without an
+        adapter, or with hold of it, never waits. An adapter whose files have changed is read again once nobody holds
+        it.
+        """
+        name = request.lora
+        if name is None or request.adapter is not None:
+            return True
+        if self._must_let_pass(request):
+            return False
+        adapter = self._resident.get(name)
+        if adapter is not None and not self._holders[name] and not adapter.up_to_date:
+            self._evict(name)
+            adapter = None
+        if adapter is None:
+            self._load_or_wait(request, name)
+            return False
+        self._resident.move_to_end(name)
+        self._holders[name] += 1
+        request.adapter = adapter
+        self._overtakes += 1
+        return True
+
+    def release(self, request: Request) -> None:
+        """Forget a request that has ended, whether it has hold of an adapter or not."""
+        if request is self._waiting_for_slot:
+            self._waiting_for_slot = None
+        if request.lora is not None and request.adapter is not None:
+            self._holders[request.lora] -= 1
+            request.adapter = None
+
+    def take_loaded(self) -> dict[str, RequestError]:
+        """Take in the adapters that have been loaded since the last call; return the errors of those that failed.
+
+        An error is returned once: whoever asks for the same adapter later starts another attempt.
+        """
+        errors: dict[str, RequestError] = {}
+        for name, future in [(name, future) for name, future in self._loading.items() if future.done()]:
+            del self._loading[name]
+            try:
+                self._resident[name] = future.result()
+            except RequestError as error:
+                errors[name] = error
+            else:
+                self.num_loads += 1
+        return errors
+
+    def wait(self, seconds: float) -> None:
+        """Return when a load has ended, or after `seconds`."""
+        wait(self._loading.values(), timeout=seconds, return_when=FIRST_COMPLETED)
+
+    def _must_let_pass(self, request: Request) -> bool:
+        other = self._waiting_for_slot
+        return other is not None and other is not request and self._overtakes >= self._max_overtakes
+
+    def _load_or_wait(self, request: Request, name: str) -> None:
+        if name in self._loading:
+            return
+        if not self._make_room():
+            if self._waiting_for_slot is None:
+                self._waiting_for_slot, self._overtakes = request, 0
+            return
+        if self._waiting_for_slot is not None and self._waiting_for_slot.lora == name:
+            self._waiting_for_slot = None
+        self._loading[name] = self._threads.submit(self._load, name)
+
+    def _make_room(self) -> bool:
+        if len(self._resident) + len(self._loading) < self._max_loras:
+            return True
+        unused = next((name for name in self._resident if not self._holders[name]), None)
+        if unused is None:
+            return False
+        self._evict(unused)
+        return True
+
+    def _evict(self, name: str) -> None:
+        del self._resident[name]
+        del self._holders[name]
+        self.num_evictions += 1
+
+
+class _Group(NamedTuple):
+    """Entries `start` to `stop` of a step's rows with an adapter: those of one."""
+
+    adapter: LoraAdapter
+    start: int
+    stop: int
+
+
+class StepAdapters:
+    """The adapters of one step, as the decoder calls them. `rows` and `groups` are as in `kernels.lora.lora_add`."""
+
+    def __init__(self, groups: Sequence[_Group], rows: Tensor | None) -> None:
+        self._groups = groups
+        self._rows = rows
+
+    def add(self, layer: int, projection: Projection, x: Tensor, y: Tensor) -> None:
+        segments = [
+            Segment(start, stop, weights)
+            for adapter, start, stop in self._groups
+            if (weights := adapter.weights.get((layer, projection))) is not None
+        ]
+        if segments:
+            lora_add(x, y, self._rows, segments)
+
+
+def step_adapters(plan_rows: Sequence[PlanRow], device: torch.device) -> StepAdapters | None:
+    """Sort the tokens of a plan by adapter; None if none of its rows has one."""
+    tokens: dict[LoraAdapter, list[np.ndarray]] = {}
+    num_tokens = 0
+    for row in plan_rows:
+        if (adapter := row.sequence.request.adapter) is not None:
+            tokens.setdefault(adapter, []).append(np.arange(num_tokens, num_tokens + row.num_tokens))
+        num_tokens += row.num_tokens
+    if not tokens:
+        return None
+    groups, start = [], 0
+    for adapter, ranges in tokens.items():
+        stop = start + sum(map(len, ranges))
+        groups.append(_Group(adapter, start, stop))
+        start = stop
+    if len(groups) == 1 and start == num_tokens:
+        return StepAdapters(groups, None)
+    rows = np.concatenate([positions for ranges in tokens.values() for positions in ranges])
+    return StepAdapters(groups, torch.from_numpy(rows).to(device, non_blocking=True))
