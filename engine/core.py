@@ -4,22 +4,27 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.detokenizer import StopStringWatcher, decode
 from engine.errors import OutOfMemory, RequestError
 from engine.info import EngineInfo, EngineStats
 from engine.messages import NewRequest
-from engine.outputs import CompletionOutput, RequestOutput
+from engine.outputs import CompletionOutput, EngineOutput, PoolingOutput, RequestOutput
 from engine.plan import BlockMove, StepOutput, StepPlan
-from engine.prompts import PromptEncoder
+from engine.pooling_intake import PoolingIntake, aborted, pooling_output
+from engine.pooling_params import PoolingParams
+from engine.prompts import Prompt, PromptEncoder
 from engine.request import Request
-from engine.scheduler import Scheduler
+from engine.sampling_params import SamplingParams
 from engine.seeds import derive_seed
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_ADAPTER_WAIT_S = 0.05
 
 
 class StepRunner(Protocol):
@@ -30,29 +35,55 @@ class StepRunner(Protocol):
     def execute(self, plan: StepPlan) -> StepOutput: ...
 
 
+class StepScheduler(Protocol):
+    """What the loop needs of `engine.scheduler.Scheduler`, or of `engine.encoder_scheduler.EncoderScheduler`."""
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, index: int) -> Request | None: ...
+
+    def fail(self, request: Request, error: RequestError) -> None: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def schedule(self, token_budget: int | None = None) -> StepPlan: ...
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Request]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def check_integrity(self) -> None: ...
+
+
 class EngineCore:
     """One model's requests, from prompt to output. Not thread-safe: one thread adds, aborts and steps."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         runner: StepRunner,
         info: EngineInfo,
         *,
         tokenizer: "PreTrainedTokenizerBase | None",
         eos_token_ids: frozenset[int],
         seed: int,
+        pooling: PoolingIntake | None = None,
     ) -> None:
         self.info = info
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self._runner = runner
         self._encoder = PromptEncoder(tokenizer, info.vocab_size)
+        self._pooling = pooling
         self._eos_token_ids = eos_token_ids
         self._seed = seed
         self._budget = TokenBudget(info.max_num_batched_tokens)
         self._unencoded: deque[NewRequest] = deque()
-        self._undelivered: list[RequestOutput] = []
+        self._undelivered: list[EngineOutput] = []
 
     def add_requests(self, requests: Iterable[NewRequest]) -> None:
         """Queue requests. One that cannot be served is answered by a later `step`, with its error."""
@@ -64,7 +95,29 @@ class EngineCore:
         if not self._unencoded or self.scheduler.num_waiting >= batch_size:
             return
         requests = [self._unencoded.popleft() for _ in range(min(batch_size, len(self._unencoded)))]
-        encoded = self._encoder.encode(request.prompt for request in requests)
+        self._take_in_to_pool([request for request in requests if isinstance(request.params, PoolingParams)])
+        self._take_in_to_generate([request for request in requests if isinstance(request.params, SamplingParams)])
+
+    def _take_in_to_pool(self, requests: list[NewRequest]) -> None:
+        if self._pooling is None:
+            error = RequestError("This engine pools nothing.", code="unsupported_task", field="task")
+            self._undelivered.extend(PoolingOutput.rejected(request.index, error) for request in requests)
+            return
+        for made in self._pooling.make_requests(requests):
+            if isinstance(made, PoolingOutput):
+                self._undelivered.append(made)
+                continue
+            try:
+                self.scheduler.add(made)
+            except RequestError as error:
+                self._undelivered.append(PoolingOutput.rejected(made.index, error, made.prompt_token_ids))
+
+    def _take_in_to_generate(self, requests: list[NewRequest]) -> None:
+        if "generate" not in self.info.tasks:
+            error = _generates_nothing(self.info)
+            self._undelivered.extend(RequestOutput.rejected(request.index, error) for request in requests)
+            return
+        encoded = self._encoder.encode(cast(Prompt, request.prompt) for request in requests)
         for request, token_ids in zip(requests, encoded, strict=True):
             if isinstance(token_ids, RequestError):
                 self._undelivered.append(RequestOutput.rejected(request.index, token_ids))
@@ -80,21 +133,25 @@ class EngineCore:
             self._undelivered.append(self._output(request))
         elif new := next((request for request in self._unencoded if request.index == index), None):
             self._unencoded.remove(new)
-            self._undelivered.append(RequestOutput(index, (), (CompletionOutput(0, "", (), "abort"),)))
+            if isinstance(new.params, PoolingParams):
+                self._undelivered.append(PoolingOutput.rejected(index, aborted()))
+            else:
+                self._undelivered.append(RequestOutput(index, (), (CompletionOutput(0, "", (), "abort"),)))
 
     @property
     def has_unfinished(self) -> bool:
         """Whether another `step` has something to do or to return."""
         return self.scheduler.has_unfinished or bool(self._unencoded) or bool(self._undelivered)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         """Run one step, and return the requests that ended since the last."""
         self._encode_some()
+        failed = self.scheduler.take_adapters()
         plan = self.scheduler.schedule(self._budget.tokens)
         # Apart from the step itself, which may be given up and planned anew: the moves are not planned twice.
         self._runner.move_blocks(plan.moves)
-        finished = self._run(plan) if plan.rows else []
-        outputs = self._undelivered + [self._output(request) for request in finished]
+        finished = self._run(plan) if plan.rows else self._wait_for_adapters()
+        outputs = self._undelivered + [self._output(request) for request in (*failed, *finished)]
         self._undelivered = []
         return outputs
 
@@ -105,6 +162,12 @@ class EngineCore:
             return self._give_way(plan, error)
         self._budget.record_success()
         return self.scheduler.commit(plan, output)
+
+    def _wait_for_adapters(self) -> list[Request]:
+        """With nothing else to do: wait until an adapter is loaded, but not for long, since there may be messages."""
+        if self.scheduler.adapters:
+            self.scheduler.adapters.wait(_ADAPTER_WAIT_S)
+        return []
 
     def _give_way(self, plan: StepPlan, error: OutOfMemory) -> list[Request]:
         """After a step that did not fit: try again with less, and when that has not helped, without the largest."""
@@ -120,7 +183,7 @@ class EngineCore:
         return replace(stats, waiting=stats.waiting + len(self._unencoded))
 
     def _make_request(self, new: NewRequest, token_ids: list[int]) -> Request:
-        params = new.params
+        params = cast(SamplingParams, new.params)
         make_stop_watcher = None
         if params.stop_strings:
             if self.tokenizer is None:
@@ -137,6 +200,7 @@ class EngineCore:
                     f"Token id {token_id} is outside the model's vocabulary of {self.info.vocab_size}.",
                     field="stop_token_ids",
                 )
+        self._check_adapter(new.lora)
         return Request(
             new.index,
             token_ids,
@@ -145,9 +209,25 @@ class EngineCore:
             eos_token_ids=self._eos_token_ids,
             make_stop_watcher=make_stop_watcher,
             salt=new.salt,
+            lora=new.lora,
         )
 
-    def _output(self, request: Request) -> RequestOutput:
+    def _check_adapter(self, name: str | None) -> None:
+        if name is None:
+            return
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"lora must be the name of an adapter, not {name!r}.", code="invalid_lora", field="lora")
+        if self.scheduler.adapters is None:
+            raise RequestError(
+                f"Adapter {name} is asked for, but the engine runs without adapters.",
+                code="invalid_lora",
+                field="lora",
+                hint="Set max_loras to how many may be in memory at a time.",
+            )
+
+    def _output(self, request: Request) -> EngineOutput:
+        if request.pooler:
+            return pooling_output(request)
         return RequestOutput(
             index=request.index,
             prompt_token_ids=request.prompt_token_ids,
@@ -175,6 +255,18 @@ class EngineCore:
         if sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output:
             token_ids.pop()
         return decode(self.tokenizer, token_ids)
+
+
+def _generates_nothing(info: EngineInfo) -> RequestError:
+    if "score" in info.tasks:
+        what, instead = "a cross-encoder", "score"
+    else:
+        what, instead = "an encoder", "embed"
+    return RequestError(
+        f"{info.model} is {what}: it generates no text.",
+        code="unsupported_task",
+        hint=f"Use {instead}, or load a decoder.",
+    )
 
 
 class TokenBudget:

@@ -1,11 +1,18 @@
 """What an engine says of itself: once when it is loaded, and after every step."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Task = Literal["generate", "embed", "score"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """A loaded engine's settings, as resolved for this model and this machine. `dtype` is torch's name: `bfloat16`."""
+    """A loaded engine's settings, as resolved for this model and this machine.
+
+    `dtype` is torch's name: `bfloat16`. An engine without a KV cache has no blocks. `tasks` are what it can be asked.
+    `revision` is the commit of the hub's repository that `model` was resolved to, or None for local files.
+    """
 
     model: str
     dtype: str
@@ -16,6 +23,8 @@ class EngineInfo:
     vocab_size: int
     num_kv_blocks: int
     block_size: int
+    tasks: tuple[Task, ...] = ("generate",)
+    revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

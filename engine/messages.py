@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from engine.info import EngineStats
-from engine.outputs import RequestOutput
-from engine.prompts import Prompt
+from engine.outputs import EngineOutput
+from engine.pooling_params import PoolingParams
+from engine.pooling_prompts import PoolingPrompt
 from engine.sampling_params import SamplingParams
 
 
@@ -16,8 +17,8 @@ class NewRequest:
     """
 
     index: int
-    prompt: Prompt
-    params: SamplingParams
+    prompt: PoolingPrompt
+    params: SamplingParams | PoolingParams
     salt: bytes = b""
     lora: str | None = None
 
@@ -36,5 +37,5 @@ class Stop:
 class StepReport:
     """All that one step finished, in one message, and the engine's numbers after it."""
 
-    outputs: list[RequestOutput]
+    outputs: list[EngineOutput]
     stats: EngineStats

@@ -1,7 +1,9 @@
 """What comes back for one request."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
 
 from engine.errors import RequestError
 
@@ -51,3 +53,50 @@ class RequestOutput:
     def rejected(cls, index: int, error: RequestError, prompt_token_ids: tuple[int, ...] = ()) -> "RequestOutput":
         """The answer to a request that never ran."""
         return cls(index, prompt_token_ids, (CompletionOutput(0, "", (), "error"),), error=error)
+
+
+# Not compared by value: arrays do not compare to one truth.
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingOutput:
+    """The answer to one request for an embedding or a score; one with `error` set where it cannot be served.
+
+    Attributes:
+        index: The caller's number for the request: its place in the input, from 0.
+        prompt_token_ids: The prompt as the model saw it; empty if the prompt could not be encoded.
+        data: Float32: the embedding, `[dimensions]`; or what a classification head says, `[num_labels]`. Empty with
+            an error.
+        num_cached_tokens: How many prompt tokens were found in the prefix cache and not computed.
+        error: Why the request could not be served, or None.
+    """
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    data: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    num_cached_tokens: int = 0
+    error: RequestError | None = None
+
+    @classmethod
+    def rejected(cls, index: int, error: RequestError, prompt_token_ids: tuple[int, ...] = ()) -> "PoolingOutput":
+        """The answer to a request that has no vector."""
+        return cls(index, prompt_token_ids, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How well two texts go together, or why that cannot be said.
+
+    Attributes:
+        index: The pair's place in the input, from 0.
+        score: A cross-encoder's score, between 0 and 1 if the model uses a sigmoid; or the cosine of two embeddings,
+            -1 to 1. None with an error.
+        num_prompt_tokens: Tokens that were computed for it.
+        error: Why there is no score, or None.
+    """
+
+    index: int
+    score: float | None
+    num_prompt_tokens: int
+    error: RequestError | None = None
+
+
+EngineOutput: TypeAlias = RequestOutput | PoolingOutput
