@@ -30,7 +30,14 @@ def build_engine(config: EngineConfig) -> EngineCore:
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_cores())
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    return assemble_engine(config, load(config.model, dtype=dtype, device=device), device)
+    loaded = load(
+        config.model,
+        dtype=dtype,
+        device=device,
+        model_impl=config.model_impl,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return assemble_engine(config, loaded, device)
 
 
 def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> EngineCore:
@@ -46,6 +53,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         vocab_size=loaded.config.vocab_size,
         num_kv_blocks=limits.num_kv_blocks,
         block_size=limits.block_size,
+        revision=loaded.revision,
     )
     return EngineCore(
         Scheduler(limits),

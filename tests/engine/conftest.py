@@ -7,4 +7,4 @@ def smollm2_tokenizer():
     from engine.loader.gguf_tokenizer import gguf_tokenizer
     from engine.loader.locate import locate_model
 
-    return gguf_tokenizer(GgufFile(locate_model("demo")))
+    return gguf_tokenizer(GgufFile(locate_model("demo").path))

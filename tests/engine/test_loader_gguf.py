@@ -235,7 +235,7 @@ def demo():
 
 @pytest.fixture(scope="module")
 def transformers_demo():
-    path = locate_model("demo")
+    path = locate_model("demo").path
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = LlamaForCausalLM(config)
     # AutoModelForCausalLM would want a package that nothing else here needs.
@@ -248,7 +248,7 @@ def transformers_demo():
 
 @pytest.fixture(scope="module")
 def transformers_tokenizer():
-    path = locate_model("demo")
+    path = locate_model("demo").path
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 

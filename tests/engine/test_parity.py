@@ -67,7 +67,7 @@ def reference(loaded):
 
     The same that `from_pretrained(..., gguf_file=...)` does, which insists on the accelerate package for it.
     """
-    file = locate_model("demo")
+    file = locate_model("demo").path
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file.parent, gguf_file=file.name))
     model = model.to(torch.float32).eval()
     weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
