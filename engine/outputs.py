@@ -12,6 +12,28 @@ FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one token at one position, as the model gave it before any rule of the request.
+
+    Attributes:
+        logprob: The natural logarithm of the probability.
+        rank: 1 plus the number of tokens that were likelier.
+        text: The token's own text; U+FFFD stands for bytes that are not a whole character.
+        utf8: The token's bytes. Those of all tokens of a text together are the text's, but for special tokens and for
+            a space that a decoder takes off the beginning.
+        top: For the token that stands at the position: as many of the likeliest as were asked for, in falling order,
+            of equals the lowest id first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+    utf8: bytes
+    top: tuple["TokenLogprob", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One continuation of a prompt.
 
@@ -21,6 +43,9 @@ class CompletionOutput:
         token_ids: Every token generated, with the one that ended the request.
         finish_reason: `length` is max_tokens or the model's context, whichever came first.
         stop_reason: The stop string or the id of stop_token_ids that matched; None for the model's own end.
+        logprobs: One entry for each of `token_ids`; None if they were not asked for.
+        cumulative_logprob: The sum over `token_ids`, known where `logprobs` or `best_of` were asked for. Of a beam: the
+            log-probability that the search worked with.
     """
 
     index: int
@@ -28,6 +53,8 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +65,11 @@ class RequestOutput:
     Attributes:
         index: The caller's number for the request: its place in the input, from 0.
         prompt_token_ids: The prompt as the model saw it; empty if the prompt could not be encoded.
-        outputs: Never empty. With `error` set, the one entry has what was generated before the error.
+        outputs: Never empty. With `error` set, the entries have what was generated before the error.
         num_cached_tokens: How many prompt tokens were found in the prefix cache and not computed.
         error: Why the request could not be served, or None.
+        prompt_logprobs: One entry for each of `prompt_token_ids`, None for the first, which follows nothing; None if
+            they were not asked for.
     """
 
     index: int
@@ -48,6 +77,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int = 0
     error: RequestError | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @classmethod
     def rejected(cls, index: int, error: RequestError, prompt_token_ids: tuple[int, ...] = ()) -> "RequestOutput":
