@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from engine.detokenizer import StopStringWatcher, decode
 from engine.errors import OutOfMemory, RequestError
 from engine.info import EngineInfo, EngineStats
+from engine.lora import LoraCache
 from engine.messages import NewRequest
 from engine.outputs import CompletionOutput, EngineOutput, PoolingOutput, RequestOutput
 from engine.plan import BlockMove, StepOutput, StepPlan
@@ -71,6 +72,7 @@ class EngineCore:
         tokenizer: "PreTrainedTokenizerBase | None",
         eos_token_ids: frozenset[int],
         seed: int,
+        adapters: LoraCache | None = None,
         pooling: PoolingIntake | None = None,
     ) -> None:
         self.info = info
@@ -81,6 +83,7 @@ class EngineCore:
         self._pooling = pooling
         self._eos_token_ids = eos_token_ids
         self._seed = seed
+        self._adapters = adapters
         self._budget = TokenBudget(info.max_num_batched_tokens)
         self._unencoded: deque[NewRequest] = deque()
         self._undelivered: list[EngineOutput] = []
@@ -146,12 +149,12 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Run one step, and return the requests that ended since the last."""
         self._encode_some()
-        failed = self.scheduler.take_adapters()
+        self._take_adapters()
         plan = self.scheduler.schedule(self._budget.tokens)
         # Apart from the step itself, which may be given up and planned anew: the moves are not planned twice.
         self._runner.move_blocks(plan.moves)
         finished = self._run(plan) if plan.rows else self._wait_for_adapters()
-        outputs = self._undelivered + [self._output(request) for request in (*failed, *finished)]
+        outputs = self._undelivered + [self._output(request) for request in finished]
         self._undelivered = []
         return outputs
 
@@ -163,10 +166,15 @@ class EngineCore:
         self._budget.record_success()
         return self.scheduler.commit(plan, output)
 
+    def _take_adapters(self) -> None:
+        for request, error in self._adapters.take_loaded() if self._adapters else ():
+            self.scheduler.fail(request, error)
+            self._undelivered.append(self._output(request))
+
     def _wait_for_adapters(self) -> list[Request]:
         """With nothing else to do: wait until an adapter is loaded, but not for long, since there may be messages."""
-        if self.scheduler.adapters:
-            self.scheduler.adapters.wait(_ADAPTER_WAIT_S)
+        if self._adapters:
+            self._adapters.wait(_ADAPTER_WAIT_S)
         return []
 
     def _give_way(self, plan: StepPlan, error: OutOfMemory) -> list[Request]:
@@ -217,7 +225,7 @@ class EngineCore:
             return
         if not isinstance(name, str) or not name:
             raise RequestError(f"lora must be the name of an adapter, not {name!r}.", code="invalid_lora", field="lora")
-        if self.scheduler.adapters is None:
+        if self._adapters is None:
             raise RequestError(
                 f"Adapter {name} is asked for, but the engine runs without adapters.",
                 code="invalid_lora",

@@ -67,6 +67,13 @@ class LoraAdapter:
             return False
 
 
+class _Load(NamedTuple):
+    """An adapter on its way into memory, and the requests that were seen to wait for it."""
+
+    adapter: Future[LoraAdapter]
+    requests: set[Request]
+
+
 class LoraCache:
     """The adapters in memory, at most `max_loras`, loading ones included. Called from the loop's thread only.
 
@@ -80,7 +87,7 @@ class LoraCache:
         self._max_overtakes = max_overtakes
         self._resident: OrderedDict[str, LoraAdapter] = OrderedDict()  # the least recently used first
         self._holders: Counter[str] = Counter()
-        self._loading: dict[str, Future[LoraAdapter]] = {}
+        self._loading: dict[str, _Load] = {}
         self._waiting_for_slot: Request | None = None
         self._overtakes = 0
         self._threads = ThreadPoolExecutor(_LOADING_THREADS, thread_name_prefix="lora")
@@ -115,44 +122,47 @@ class LoraCache:
         """Forget a request that has ended, whether it has hold of an adapter or not."""
         if request is self._waiting_for_slot:
             self._waiting_for_slot = None
-        if request.lora is not None and request.adapter is not None:
+        if request.lora is None:
+            return
+        if request.adapter is not None:
             self._holders[request.lora] -= 1
-            request.adapter = None
+        elif request.lora in self._loading:
+            self._loading[request.lora].requests.discard(request)
 
-    def take_loaded(self) -> dict[str, RequestError]:
-        """Take in the adapters that have been loaded since the last call; return the errors of those that failed.
+    def take_loaded(self) -> list[tuple[Request, RequestError]]:
+        """Take in the adapters that have been loaded; return the requests that wait for one that could not be.
 
-        An error is returned once: whoever asks for the same adapter later starts another attempt.
+        Whoever asks for the same adapter later starts another attempt.
         """
-        errors: dict[str, RequestError] = {}
-        for name, future in [(name, future) for name, future in self._loading.items() if future.done()]:
-            del self._loading[name]
+        failed: list[tuple[Request, RequestError]] = []
+        for name in [name for name, load in self._loading.items() if load.adapter.done()]:
+            load = self._loading.pop(name)
             try:
-                self._resident[name] = future.result()
+                self._resident[name] = load.adapter.result()
             except RequestError as error:
-                errors[name] = error
+                failed += [(request, error) for request in load.requests]
             else:
                 self.num_loads += 1
-        return errors
+        return failed
 
     def wait(self, seconds: float) -> None:
         """Return when a load has ended, or after `seconds`."""
-        wait(self._loading.values(), timeout=seconds, return_when=FIRST_COMPLETED)
+        wait([load.adapter for load in self._loading.values()], timeout=seconds, return_when=FIRST_COMPLETED)
 
     def _must_let_pass(self, request: Request) -> bool:
         other = self._waiting_for_slot
         return other is not None and other is not request and self._overtakes >= self._max_overtakes
 
     def _load_or_wait(self, request: Request, name: str) -> None:
-        if name in self._loading:
-            return
-        if not self._make_room():
-            if self._waiting_for_slot is None:
-                self._waiting_for_slot, self._overtakes = request, 0
-            return
-        if self._waiting_for_slot is not None and self._waiting_for_slot.lora == name:
-            self._waiting_for_slot = None
-        self._loading[name] = self._threads.submit(self._load, name)
+        if name not in self._loading:
+            if not self._make_room():
+                if self._waiting_for_slot is None:
+                    self._waiting_for_slot, self._overtakes = request, 0
+                return
+            if self._waiting_for_slot is not None and self._waiting_for_slot.lora == name:
+                self._waiting_for_slot = None
+            self._loading[name] = _Load(self._threads.submit(self._load, name), set())
+        self._loading[name].requests.add(request)
 
     def _make_room(self) -> bool:
         if len(self._resident) + len(self._loading) < self._max_loras:

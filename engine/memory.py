@@ -25,12 +25,14 @@ def size_kv_pool(
     bytes_per_token: int,
     tokens_per_request: int,
     max_num_seqs: int,
+    reserved_bytes: int = 0,
     run_full_step: Callable[[], None],
 ) -> int:
     """Return the number of KV blocks, the null block among them; the model is loaded by now.
 
-    `tokens_per_request` is the most that one request may hold. `run_full_step` runs a step as large as the budgets
-    allow, and is called only on a GPU, to measure the memory that it takes.
+    `tokens_per_request` is the most that one request may hold; `reserved_bytes` are left to what is loaded later.
+    `run_full_step` runs a step as large as the budgets allow, and is called only on a GPU, to measure the memory that
+    it takes.
 
     Raises `ConfigError` if there is no memory for a KV pool.
     """
@@ -40,10 +42,10 @@ def size_kv_pool(
         available = config.kv_cache_memory
     elif device.type == "cuda":
         utilization = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
-        available = _available_on_gpu(device, utilization, run_full_step)
+        available = _available_on_gpu(device, utilization, run_full_step) - reserved_bytes
     else:
         wanted = max_num_seqs * min(tokens_per_request, _CPU_TOKENS_PER_ROW) * bytes_per_token
-        available = min(int(_CPU_SHARE * available_memory()), wanted)
+        available = min(int(_CPU_SHARE * (available_memory() - reserved_bytes)), wanted)
     num_blocks = available // (bytes_per_token * config.block_size)
     if num_blocks < 2:
         raise ConfigError(

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from engine.batch import build_batch
 from engine.errors import OutOfMemory
+from engine.lora import step_adapters
+from engine.models.adapters import Adapters
 from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
 from engine.pooled_rows import pool_rows
 from engine.sampler import sample
@@ -17,7 +19,14 @@ from kernels.ops import AttentionBatch, KVCache
 class Model(Protocol):
     """What a step needs of `engine.models.decoder.Decoder`."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor: ...
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: KVCache,
+        adapters: Adapters | None = None,
+    ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -56,7 +65,8 @@ class Runner:
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepOutput:
         batch = build_batch(plan, self._kv.block_size, self._device)
-        hidden = self._model.forward(batch.token_ids, batch.positions, batch.attention, self._kv)
+        adapters = step_adapters(plan.rows, self._device)
+        hidden = self._model.forward(batch.token_ids, batch.positions, batch.attention, self._kv, adapters)
         pooled = pool_rows(hidden, plan.rows)
         if batch.logits_rows.numel() == 0:
             return StepOutput((), pooled=pooled)

@@ -58,7 +58,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, adapters: LoraCache | None = None) -> None:
         self.config = config
-        self.adapters = adapters
+        self._adapters = adapters
         self.pool = BlockPool(config.num_kv_blocks)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission: the youngest stands last
@@ -97,20 +97,9 @@ class Scheduler:
         return request
 
     def fail(self, request: Request, error: RequestError) -> None:
-        """Finish a running request with an error, outside of any step."""
+        """Finish a request with an error, outside of any step."""
         request.fail(error)
         self._retire([request])
-
-    def take_adapters(self) -> list[Request]:
-        """Take in the adapters that have been loaded; finish, and return, the requests whose adapter could not be."""
-        errors = self.adapters.take_loaded() if self.adapters else {}
-        if not errors:
-            return []
-        failed = [request for request in self._requests.values() if request.lora in errors and not request.adapter]
-        for request in failed:
-            request.fail(errors[request.lora])
-        self._retire(failed)
-        return failed
 
     @property
     def num_waiting(self) -> int:
@@ -181,7 +170,7 @@ class Scheduler:
         promised = sum(self._predicted_growth(sequence) for sequence in self._running)
         while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
             sequence = self._waiting[0]
-            if self.adapters and not self.adapters.acquire(sequence.request):
+            if self._adapters and not self._adapters.acquire(sequence.request):
                 passed_over.append(self._waiting.popleft())
                 continue
             hits, next_hash = self._match_prefix(sequence)
@@ -302,8 +291,8 @@ class Scheduler:
         """Forget these requests, and take every finished sequence out of its queue and out of its blocks."""
         for request in finished:
             del self._requests[request.index]
-            if self.adapters:
-                self.adapters.release(request)
+            if self._adapters:
+                self._adapters.release(request)
         for sequence in self._running:
             if sequence.status is SequenceStatus.FINISHED:
                 self._release_blocks(sequence)

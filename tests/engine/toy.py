@@ -45,7 +45,9 @@ def answer(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) 
 class ToyModel:
     """Writes `[token, position]` where a layer's key of two dimensions goes, and its hidden state is the next token."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVCache, adapters: None = None
+    ) -> Tensor:
         keys = kv.layer(0).key[:, 0]  # [num_blocks, block_size, 2]
         slots = batch.slot_mapping
         keys.view(-1, 2)[slots] = torch.stack([token_ids, positions], dim=1).float()
