@@ -1,17 +1,17 @@
 """Paged attention from torch's own operations, for any device.
 
-The step is cut into tiles of up to 64 query tokens of one sequence; a decode row is a tile of one. Tiles with the same
-number of queries and the same padded context are worked on together: one gather of their blocks, one batched product
-for the scores, one softmax, one batched product with the values.
+The step is cut into tiles of up to 64 query tokens of one sequence, which end at the positions that are multiples of
+64; a decode row is a tile of one. Tiles with the same number of queries and of padded keys are worked on together: one
+gather of their blocks, one batched product for the scores, one softmax, one batched product with the values. With a
+sliding window a tile's keys begin near the first that its 64 positions see, so that a step costs what its windows
+cost and not its contexts.
 
-With a sliding window a tile begins at the first keys that its first query sees, so that what a step costs follows the
-window and not the context.
-
-A tile's shape depends on its own sequence alone, masked keys add exact zeros, and oneDNN's bfloat16 products give a row
-the same bits however many rows, keys or neighbours they are asked for. So in bfloat16 on CPUs a token's result depends
-neither on what shares its batch nor on how its prompt was cut into chunks. The price is that scores are rounded to
-bfloat16 before the float32 softmax, as in Transformers' eager attention, and a quarter of the speed of the fused call
-on prompts of thousands of tokens.
+In bfloat16 on CPUs a token's result depends neither on what shares its batch nor on how its prompt was cut into chunks:
+oneDNN's bfloat16 products give a row the same bits whatever rows it stands among; masked keys add exact zeros; and
+where oneDNN cuts the sum over the keys (into parts of 512 up to 1024 keys, of 1024 beyond) follows from the query's
+position, because no tile reaches over a multiple of 64. The price is that scores are rounded to bfloat16 before the
+float32 softmax, as in Transformers' eager attention, and a quarter of the speed of the fused call on prompts of
+thousands of tokens.
 """
 
 import math
@@ -25,8 +25,7 @@ from torch import Tensor
 from kernels.cache import NULL_BLOCK, AttentionBatch, KVCache, LayerKV
 
 _TILE = 64
-# oneDNN changes kernels, and with them the order of sums, on key counts that are no multiple of its own tiles; and a
-# key has to keep its lane in a vector wherever a tile begins.
+# oneDNN changes kernels, and with them the order of sums, on key counts that are no multiple of its own tiles.
 _KEY_ALIGNMENT = 32
 # What a group's temporaries may take: more falls out of cache, and back to the system's allocator and fresh pages.
 _GROUP_BYTES = 2 << 20
@@ -38,6 +37,7 @@ class _Tile(NamedTuple):
     num_queries: int
     context_len: int  # up to and with the tile's last query
     first_block: int  # of the sequence's blocks, the first that is gathered
+    num_keys: int  # from that block on, before padding
 
 
 class TileGroup(NamedTuple):
@@ -60,7 +60,7 @@ def plan_attention(batch: AttentionBatch, kv: KVCache, num_heads: int, window: i
     """
     groups: dict[tuple[int, int], list[_Tile]] = defaultdict(list)
     for tile in _tiles(batch, kv.block_size, window):
-        groups[tile.num_queries, _padded_blocks(tile, kv.block_size)].append(tile)
+        groups[tile.num_queries, _padded_blocks(tile.num_keys, kv.block_size)].append(tile)
     plan = []
     for (num_queries, padded_blocks), tiles in sorted(groups.items()):
         score_bytes = num_queries * num_heads * padded_blocks * kv.block_size * torch.float32.itemsize
@@ -127,18 +127,21 @@ def _tiles(batch: AttentionBatch, block_size: int, window: int | None) -> Iterat
     alignment = math.lcm(block_size, _KEY_ALIGNMENT)
     row = 0
     for sequence, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        for start in range(0, query_len, _TILE):
-            end = min(start + _TILE, query_len)
-            first_query = context_len - query_len + start
-            first_key = 0 if window is None else max(0, first_query - window + 1)
-            first_block = first_key // alignment * alignment // block_size
-            yield _Tile(sequence, row + start, end - start, context_len - query_len + end, first_block)
-        row += query_len
+        position = context_len - query_len
+        while position < context_len:
+            full_end = (position // _TILE + 1) * _TILE
+            end = min(full_end, context_len)
+            first_key, last_key = 0, end
+            if window is not None:
+                # Both ends follow from the full tile, so that they are the same for every part of it.
+                first_key, last_key = max(0, full_end - _TILE - window + 1) // alignment * alignment, full_end
+            yield _Tile(sequence, row, end - position, end, first_key // block_size, last_key - first_key)
+            row += end - position
+            position = end
 
 
-def _padded_blocks(tile: _Tile, block_size: int) -> int:
-    """Return the blocks of a tile's keys rounded up to a quarter of their power of two: few groups, few wasted keys."""
-    num_keys = tile.context_len - tile.first_block * block_size
+def _padded_blocks(num_keys: int, block_size: int) -> int:
+    """Return the blocks of keys rounded up to a quarter of their power of two: few groups, few wasted keys."""
     step = max(_KEY_ALIGNMENT, 1 << (num_keys.bit_length() - 1) >> 2)
     padded_len = -(-num_keys // step) * step
     return -(-padded_len // block_size)
@@ -155,7 +158,7 @@ def _lay_out(
     tiles: list[_Tile], num_queries: int, padded_blocks: int, batch: AttentionBatch, kv: KVCache, window: int | None
 ) -> TileGroup:
     device = kv.data.device
-    sequences, first_rows, _, context_lens, first_blocks = (
+    sequences, first_rows, _, context_lens, first_blocks, _ = (
         torch.tensor(column, device=device) for column in zip(*tiles, strict=True)
     )
     within = torch.arange(num_queries, device=device)

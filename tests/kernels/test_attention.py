@@ -1,12 +1,14 @@
 """Paged attention: the definition against a naive one, the fast path against the definition, and both against noise."""
 
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels import reference
 from kernels.cache import AttentionBatch, KVCache, allocate_kv_cache
@@ -14,9 +16,28 @@ from kernels.ops import kernels_for
 from tests.engine.models_fixture import Chunk, flat_batch
 
 CPU = torch.device("cpu")
-HEADS = st.sampled_from([(1, 1), (14, 2), (5, 1), (9, 3), (4, 4)])
-HEAD_DIMS = st.sampled_from([16, 64, 80, 96, 128])
+DTYPES = [torch.float32, torch.bfloat16]
+HEADS = st.sampled_from([(1, 1), (14, 2), (5, 1), (9, 3), (7, 1), (4, 4)])
+HEAD_DIMS = st.sampled_from([16, 64, 80, 96, 128, 256])
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130, 200]
+WINDOWS = st.sampled_from([None, 1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 64, 65, 128, 199, 200, 201, 1000])
+
+
+class Variant(NamedTuple):
+    """What a family adds to plain causal attention."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN = Variant()
+
+
+@st.composite
+def variants(draw, num_heads: int) -> Variant:
+    sinks = torch.randn(num_heads) * 4 if draw(st.booleans()) else None
+    return Variant(draw(WINDOWS), draw(st.sampled_from([None, 0.5, 30.0])), sinks)
 
 
 @st.composite
@@ -44,13 +65,18 @@ def filled_cache(chunks: list[Chunk], block_size: int, kv_heads: int, head_dim: 
     return kv
 
 
-def attend(query: Tensor, kv: KVCache, batch: AttentionBatch) -> Tensor:
+def attend(query: Tensor, kv: KVCache, batch: AttentionBatch, variant: Variant = PLAIN) -> Tensor:
     kernels = kernels_for(CPU)
-    plan = kernels.plan_attention(batch, kv, query.shape[1])
-    return kernels.paged_attention(query, kv.layer(0), plan, query.shape[2] ** -0.5)
+    plan = kernels.plan_attention(batch, kv, query.shape[1], variant.window)
+    scale = query.shape[2] ** -0.5
+    return kernels.paged_attention(query, kv.layer(0), plan, scale, variant.softcap, variant.sinks)
 
 
-def naive_attention(query: Tensor, kv: KVCache, chunks: list[Chunk], scale: float) -> Tensor:
+def attend_by_definition(query: Tensor, kv: KVCache, batch: AttentionBatch, variant: Variant = PLAIN) -> Tensor:
+    return reference.paged_attention(query, kv.layer(0), batch, query.shape[2] ** -0.5, *variant)
+
+
+def naive_attention(query: Tensor, kv: KVCache, chunks: list[Chunk], variant: Variant) -> Tensor:
     """One query token and one head at a time, in float64, as the formula reads."""
     key, value = kv.layer(0)
     block_size, group = kv.block_size, query.shape[1] // key.shape[1]
@@ -58,18 +84,24 @@ def naive_attention(query: Tensor, kv: KVCache, chunks: list[Chunk], scale: floa
     row = 0
     for chunk in chunks:
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            places = [(chunk.blocks[p // block_size], p % block_size) for p in range(position + 1)]
+            seen = range(position + 1)[-variant.window :] if variant.window else range(position + 1)
+            places = [(chunk.blocks[p // block_size], p % block_size) for p in seen]
             heads = []
             for head in range(query.shape[1]):
                 keys = torch.stack([key[block, head // group, offset] for block, offset in places]).double()
                 values = torch.stack([value[block, head // group, offset] for block, offset in places]).double()
-                heads.append((keys @ query[row, head].double() * scale).softmax(0) @ values)
+                scores = keys @ query[row, head].double() * query.shape[2] ** -0.5
+                if variant.softcap:
+                    scores = torch.tanh(scores / variant.softcap) * variant.softcap
+                weights = scores.exp()
+                sink = 0 if variant.sinks is None else variant.sinks[head].double().exp()
+                heads.append(weights @ values / (weights.sum() + sink))
             rows.append(torch.stack(heads))
             row += 1
     return torch.stack(rows)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), HEADS, HEAD_DIMS, st.sampled_from([4, 16]))
 def test_the_definition_is_the_formula(data, heads, head_dim, block_size):
     # The last few queries of two sequences: the formula is slow, one key at a time.
@@ -77,25 +109,66 @@ def test_the_definition_is_the_formula(data, heads, head_dim, block_size):
         Chunk(chunk.blocks, chunk.start + chunk.num_tokens - min(chunk.num_tokens, 3), min(chunk.num_tokens, 3))
         for chunk in data.draw(chunks_of_a_step(block_size))[:2]
     ]
+    variant = data.draw(variants(heads[0]))
     kv = filled_cache(chunks, block_size, heads[1], head_dim, torch.float32)
     query = torch.randn(sum(chunk.num_tokens for chunk in chunks), heads[0], head_dim)
-    defined = reference.paged_attention(query, kv.layer(0), flat_batch(chunks, block_size), head_dim**-0.5)
-    torch.testing.assert_close(defined.double(), naive_attention(query, kv, chunks, head_dim**-0.5), atol=1e-5, rtol=0)
+    defined = attend_by_definition(query, kv, flat_batch(chunks, block_size), variant)
+    torch.testing.assert_close(defined.double(), naive_attention(query, kv, chunks, variant), atol=1e-5, rtol=0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data(), HEADS, HEAD_DIMS, st.sampled_from([4, 16, 32, 128]), st.sampled_from([torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize("heads", [(14, 2), (5, 1), (9, 3), (7, 1)])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("window", [None, 1, 15, 16, 17, 48])
+def test_the_definition_is_torchs_own_attention_under_an_explicit_mask(heads, head_dim, window):
+    chunk = Chunk((3, 1, 4, 2), 9, 50)
+    kv = filled_cache([chunk], 16, heads[1], head_dim, torch.float32)
+    query = torch.randn(50, heads[0], head_dim)
+    key, value = (cache[list(chunk.blocks)].transpose(0, 1).flatten(1, 2)[:, :59] for cache in kv.layer(0))
+    mask = torch.ones(50, 59, dtype=torch.bool).tril(9)
+    if window:
+        mask = mask.triu(9 - window + 1)
+    expected = F.scaled_dot_product_attention(query.transpose(0, 1), key, value, mask, enable_gqa=True).transpose(0, 1)
+    defined = attend_by_definition(query, kv, flat_batch([chunk], 16), Variant(window))
+    torch.testing.assert_close(defined, expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), HEADS, HEAD_DIMS, st.sampled_from([4, 16, 24, 32, 128]), st.sampled_from(DTYPES))
 def test_the_fast_path_agrees_with_the_definition(data, heads, head_dim, block_size, dtype):
     chunks = data.draw(chunks_of_a_step(block_size))
+    variant = data.draw(variants(heads[0]))
     kv = filled_cache(chunks, block_size, heads[1], head_dim, dtype)
     query = torch.randn(sum(chunk.num_tokens for chunk in chunks), heads[0], head_dim).to(dtype)
     batch = flat_batch(chunks, block_size)
-    defined = reference.paged_attention(query, kv.layer(0), batch, head_dim**-0.5)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
-    torch.testing.assert_close(attend(query, kv, batch), defined, atol=tolerance, rtol=tolerance)
+    defined = attend_by_definition(query, kv, batch, variant)
+    torch.testing.assert_close(attend(query, kv, batch, variant), defined, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_that_lie_wholly_outside_of_the_window_are_not_read():
+    # The tile of queries 960 to 1023 sees keys from 960 - 100 + 1 = 861 on: the last three of its 27th block.
+    chunk = Chunk(tuple(range(1, 33)), 960, 64)
+    kv = filled_cache([chunk], 32, 2, 64, torch.float32)
+    query = torch.randn(64, 4, 64)
+    batch = flat_batch([chunk], 32)
+    before = attend(query, kv, batch, Variant(window=100))
+    kv.data[:, :, 1:27] = float("nan")
+    assert torch.equal(attend(query, kv, batch, Variant(window=100)), before)
+    kv.data[:, :, 27, :, -3:] = float("nan")
+    assert attend(query, kv, batch, Variant(window=100))[0].isnan().all()
+
+
+def test_what_a_window_reads_does_not_grow_with_the_context():
+    gathered = []
+    for blocks in (16, 256):
+        chunk = Chunk(tuple(range(1, 1 + blocks)), blocks * 16 - 64, 64)
+        kv = filled_cache([chunk], 16, 1, 16, torch.float32)
+        plan = kernels_for(CPU).plan_attention(flat_batch([chunk], 16), kv, 1, 128)
+        gathered.append(sum(len(group.head_blocks) for group in plan))
+    assert gathered[0] == gathered[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_former_owner_left_in_a_block_is_not_seen(dtype):
     chunks = [Chunk((3, 1), 0, 20), Chunk((2, 5), 16, 1)]
     kv = filled_cache(chunks, 16, 2, 64, dtype)
@@ -107,7 +180,7 @@ def test_what_a_former_owner_left_in_a_block_is_not_seen(dtype):
     assert torch.equal(attend(query, kv, batch), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_lies_in_blocks_past_the_context_is_not_seen(dtype):
     # 74 tokens are the end of the first tile, whose padding reaches the block of the last 10; block 7 is for later.
     chunks = [Chunk((1, 2, 3, 4, 5, 6, 7), 10, 80), Chunk((8, 9), 11, 1)]
@@ -119,37 +192,58 @@ def test_what_lies_in_blocks_past_the_context_is_not_seen(dtype):
     assert torch.equal(attend(query, kv, flat_batch(chunks, 16)), before)
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.data(), HEADS, st.sampled_from([16, 64, 128]), st.sampled_from([16, 32]))
+@settings(max_examples=50, deadline=None)
+@given(st.data(), HEADS, st.sampled_from([16, 64, 128]), st.sampled_from([4, 16, 32]))
 def test_a_row_has_the_same_bits_alone_and_among_others(data, heads, head_dim, block_size):
     chunks = data.draw(chunks_of_a_step(block_size))
+    variant = data.draw(variants(heads[0]))
     kv = filled_cache(chunks, block_size, heads[1], head_dim, torch.bfloat16)
     query = torch.randn(sum(chunk.num_tokens for chunk in chunks), heads[0], head_dim).bfloat16()
-    together = attend(query, kv, flat_batch(chunks, block_size)).split([chunk.num_tokens for chunk in chunks])
+    together = attend(query, kv, flat_batch(chunks, block_size), variant).split([chunk.num_tokens for chunk in chunks])
     alone = query.split([chunk.num_tokens for chunk in chunks])
     for chunk, rows, expected in zip(chunks, alone, together, strict=True):
-        assert torch.equal(attend(rows, kv, flat_batch([chunk], block_size)), expected)
+        assert torch.equal(attend(rows, kv, flat_batch([chunk], block_size), variant), expected)
 
 
-@settings(max_examples=30, deadline=None)
-@given(HEADS, st.sampled_from([16, 64, 128]), st.integers(2, 400), st.lists(st.integers(1, 399), max_size=5))
-def test_a_prompt_has_the_same_bits_whole_and_in_chunks(heads, head_dim, length, cuts):
-    blocks = tuple(range(1, -(-length // 16) + 1))
+@settings(max_examples=50, deadline=None)
+@given(st.data(), HEADS, st.sampled_from([16, 64, 128]), st.integers(2, 400), st.lists(st.integers(1, 399), max_size=5))
+def test_a_prompt_has_the_same_bits_whole_and_in_chunks(data, heads, head_dim, length, cuts):
+    block_size = data.draw(st.sampled_from([4, 16, 32]))
+    variant = data.draw(variants(heads[0]))
+    blocks = tuple(range(1, -(-length // block_size) + 1))
     whole = Chunk(blocks, 0, length)
-    kv = filled_cache([whole], 16, heads[1], head_dim, torch.bfloat16)
+    kv = filled_cache([whole], block_size, heads[1], head_dim, torch.bfloat16)
     query = torch.randn(length, heads[0], head_dim).bfloat16()
-    expected = attend(query, kv, flat_batch([whole], 16))
+    expected = attend(query, kv, flat_batch([whole], block_size), variant)
     bounds = [0, *sorted({cut for cut in cuts if cut < length}), length]
     for start, end in itertools.pairwise(bounds):
-        chunk = Chunk(blocks, start, end - start)
-        assert torch.equal(attend(query[start:end], kv, flat_batch([chunk], 16)), expected[start:end])
+        chunk = flat_batch([Chunk(blocks, start, end - start)], block_size)
+        assert torch.equal(attend(query[start:end], kv, chunk, variant), expected[start:end])
 
 
-def test_a_token_after_thousands_has_the_same_bits_as_a_decode_row_and_in_a_chunk():
+@pytest.mark.parametrize("window", [None, 128, 449, 450, 900, 930, 961, 962, 1000, 3000])
+@pytest.mark.parametrize("start", [0, 1, 37, 480, 993])
+def test_a_long_prompt_has_the_same_bits_whole_and_in_chunks(window, start):
+    blocks = tuple(range(1, 41))
+    whole = Chunk(blocks, 0, 1280)
+    kv = filled_cache([whole], 32, 2, 64, torch.bfloat16)
+    query = torch.randn(1280, 4, 64).bfloat16()
+    together = attend(query, kv, flat_batch([whole], 32), Variant(window))
+    for first, end in itertools.pairwise([start, start + 100, start + 150, start + 151, 1280]):
+        chunk = flat_batch([Chunk(blocks, first, end - first)], 32)
+        assert torch.equal(attend(query[first:end], kv, chunk, Variant(window)), together[first:end])
+
+
+@pytest.mark.parametrize("window", [None, 128, 1000, 3000])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_token_after_thousands_has_the_same_bits_as_a_decode_row_and_in_a_chunk(window, with_sinks):
     blocks = tuple(range(1, 129))
+    variant = Variant(window, sinks=torch.randn(4) if with_sinks else None)
     chunk = Chunk(blocks, 4096 - 64, 64)
     kv = filled_cache([chunk], 32, 4, 64, torch.bfloat16)
     query = torch.randn(64, 4, 64).bfloat16()
-    together = attend(query, kv, flat_batch([chunk], 32))
-    decoded = [attend(query[row : row + 1], kv, flat_batch([Chunk(blocks, 4032 + row, 1)], 32)) for row in range(64)]
+    together = attend(query, kv, flat_batch([chunk], 32), variant)
+    decoded = [
+        attend(query[row : row + 1], kv, flat_batch([Chunk(blocks, 4032 + row, 1)], 32), variant) for row in range(64)
+    ]
     assert torch.equal(torch.cat(decoded), together)

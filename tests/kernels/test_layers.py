@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from kernels.ops import kernels_for
 
@@ -32,6 +33,24 @@ def test_add_rms_norm_returns_the_norm_of_the_sum_and_the_sum():
     torch.testing.assert_close(normed, KERNELS.rms_norm(x + residual, weight, 1e-6))
 
 
+def test_rms_norm_float32_rounds_once_after_the_weight():
+    x, weight = torch.randn(9, 576).bfloat16(), torch.randn(576)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    normed = KERNELS.rms_norm_float32(x, weight, 1e-6)
+    assert normed.dtype == torch.bfloat16
+    # Half a unit of bfloat16's last place: a second rounding would pass it.
+    assert ((normed.double() - exact).abs() <= exact.abs() * 2.0**-8).all()
+    assert not torch.equal(normed, KERNELS.rms_norm(x, weight.bfloat16(), 1e-6))
+
+
+def test_add_rms_norm_float32_returns_the_norm_of_the_sum_and_the_sum():
+    x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    normed, total = KERNELS.add_rms_norm_float32(x, residual.clone(), weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, KERNELS.rms_norm_float32(x + residual, weight, 1e-6))
+
+
 @settings(deadline=None, max_examples=30)
 @given(ROWS, st.sampled_from([(9, 3), (7, 1)]), st.sampled_from([16, 64, 80, 128]))
 def test_rotation_turns_each_pair_of_halves_by_its_angle(rows, heads, head_dim):
@@ -44,11 +63,28 @@ def test_rotation_turns_each_pair_of_halves_by_its_angle(rows, heads, head_dim):
         torch.testing.assert_close(got.double(), torch.cat((exact.real, exact.imag), -1), atol=1e-5, rtol=1e-5)
 
 
-def test_silu_and_mul_gates_the_second_half_by_the_first():
-    gate, up = torch.randn(2, 5, 48)
-    exact = gate.double() * torch.sigmoid(gate.double()) * up.double()
-    got = KERNELS.silu_and_mul(torch.cat((gate, up), dim=-1))
-    torch.testing.assert_close(got.double(), exact, atol=1e-6, rtol=1e-6)
+def test_a_rotation_of_some_dimensions_leaves_the_others():
+    query, key = torch.randn(5, 9, 80), torch.randn(5, 3, 80)
+    angles = torch.rand(5, 16) * 100
+    turned = KERNELS.rotary_embedding(query, key, angles.cos(), angles.sin())
+    expected = KERNELS.rotary_embedding(query[..., :32], key[..., :32], angles.cos(), angles.sin())
+    for x, got, first in zip((query, key), turned, expected, strict=True):
+        assert torch.equal(got, torch.cat((first, x[..., 32:]), -1))
+
+
+GATES = {
+    "silu_and_mul": F.silu,
+    "gelu_and_mul": lambda gate: gate * (1 + torch.erf(gate / 2**0.5)) / 2,
+    "gelu_tanh_and_mul": lambda gate: gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2,
+}
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_weighs_the_second_half_by_the_first(name):
+    gate, up = torch.randn(2, 5, 48) * 3
+    exact = GATES[name](gate.double()) * up.double()
+    got = getattr(KERNELS, name)(torch.cat((gate, up), dim=-1))
+    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
