@@ -7,8 +7,11 @@ from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.info import EngineInfo
 from engine.loader import LoadedModel, load
+from engine.loader.peft import PeftLoader, adapter_targets
+from engine.lora import LoraCache
 from engine.machine import usable_cores
 from engine.memory import size_kv_pool
+from engine.models.decoder import Decoder
 from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
@@ -19,6 +22,9 @@ from kernels.ops import KVCache, allocate_kv_cache, kv_bytes_per_token
 # takes more memory; a GPU wants all the rows that its KV pool holds.
 _CPU_BUDGETS = (96, 2048)
 _CUDA_BUDGETS = (1024, 8192)
+# How many batches of requests may overtake one that waits for a slot of its adapter: enough that a queue in which
+# adapters alternate does not run one request at a time.
+_OVERTAKING_BATCHES = 4
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -42,7 +48,11 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
 def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> EngineCore:
     """Size the KV pool, and put the loop together around a model that is loaded on `device`."""
-    limits = _resolve(config, loaded, device)
+    peft = _peft_loader(config, loaded, device) if config.max_loras else None
+    limits = _resolve(config, loaded, device, peft.max_adapter_bytes * config.max_loras if peft else 0)
+    adapters = peft and LoraCache(
+        peft.load, max_loras=config.max_loras, max_overtakes=_OVERTAKING_BATCHES * limits.max_num_seqs
+    )
     info = EngineInfo(
         model=config.model,
         dtype=str(loaded.config.dtype).removeprefix("torch."),
@@ -56,12 +66,13 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         revision=loaded.revision,
     )
     return EngineCore(
-        Scheduler(limits),
+        Scheduler(limits, adapters),
         Runner(loaded.decoder, _kv_cache(loaded, limits, device), device),
         info,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
         seed=config.seed,
+        adapters=adapters,
     )
 
 
@@ -82,7 +93,17 @@ def _device(config: EngineConfig) -> torch.device:
     return device
 
 
-def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> SchedulerConfig:
+def _peft_loader(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PeftLoader:
+    if not isinstance(loaded.decoder, Decoder):
+        raise ConfigError(
+            f"{config.model} runs by Transformers' own code, which takes no LoRA adapters here.",
+            hint="Set max_loras to 0, and merge the adapter into the model.",
+        )
+    targets = adapter_targets(loaded.decoder.config)
+    return PeftLoader(targets, max_rank=config.max_lora_rank, dtype=loaded.config.dtype, device=device)
+
+
+def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, reserved_bytes: int) -> SchedulerConfig:
     model = loaded.config
     default_seqs, default_tokens = _CUDA_BUDGETS if device.type == "cuda" else _CPU_BUDGETS
     max_num_seqs = config.max_num_seqs or default_seqs
@@ -97,6 +118,7 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device) ->
         bytes_per_token=kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype),
         tokens_per_request=tokens_per_request,
         max_num_seqs=max_num_seqs,
+        reserved_bytes=reserved_bytes,
         run_full_step=lambda: _run_full_step(config, loaded, device, max_num_seqs, max_num_batched_tokens),
     )
     pool_tokens = (num_kv_blocks - 1) * config.block_size

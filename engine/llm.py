@@ -48,20 +48,33 @@ class LLM:
 
     @overload
     def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | Iterable[SamplingParams] = ...
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] = ...,
+        *,
+        lora: str | Iterable[str | None] | None = ...,
     ) -> list[RequestOutput]: ...
 
     @overload
     def generate(
-        self, prompts: Iterator[Prompt], params: SamplingParams | Iterable[SamplingParams] = ...
+        self,
+        prompts: Iterator[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] = ...,
+        *,
+        lora: str | Iterable[str | None] | None = ...,
     ) -> Iterator[RequestOutput]: ...
 
     def generate(
         self,
         prompts: str | Sequence[Prompt] | Iterator[Prompt],
         params: SamplingParams | Iterable[SamplingParams] = _DEFAULT_PARAMS,
+        *,
+        lora: str | Iterable[str | None] | None = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Answer each prompt, in order; `params` is one for all, or one for each.
+
+        So is `lora`: an adapter's folder in PEFT's format, or its hub id with an optional `@revision`; None for the
+        model alone. It takes an engine with `max_loras`.
 
         A prompt is a string, a list of token ids, or a list of chat messages. A string alone is one prompt. For a
         sequence of prompts the answers come as a list. For an iterator they come as an iterator: prompts are drawn as
@@ -72,38 +85,49 @@ class LLM:
         if isinstance(prompts, str):
             prompts = [prompts]
         if not isinstance(prompts, Sequence):
-            return self._run(prompts, params)
+            return self._run(prompts, params, lora)
         if isinstance(params, Sequence) and len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
-        return list(self._run(prompts, params))
+        if isinstance(lora, Sequence) and not isinstance(lora, str) and len(lora) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(lora)} adapters")
+        return list(self._run(prompts, params, lora))
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Iterable[SamplingParams] = _DEFAULT_PARAMS,
+        *,
+        lora: str | Iterable[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer each conversation, a list of `{"role": ..., "content": ...}`, through the model's chat template.
 
-        A list of messages alone is one conversation.
+        A list of messages alone is one conversation. `params` and `lora` are as for `generate`.
         """
         if conversations and isinstance(conversations[0], Mapping):
-            return self.generate([cast(Sequence[Message], conversations)], params)
-        return self.generate(cast(Sequence[Sequence[Message]], conversations), params)
+            return self.generate([cast(Sequence[Message], conversations)], params, lora=lora)
+        return self.generate(cast(Sequence[Sequence[Message]], conversations), params, lora=lora)
 
     def _run(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams]
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams],
+        lora: str | Iterable[str | None] | None,
     ) -> Iterator[RequestOutput]:
         if isinstance(params, SamplingParams):
-            questions = zip(prompts, repeat(params), strict=False)
+            pairs = zip(prompts, repeat(params), strict=False)
         else:
-            questions = zip(prompts, params, strict=True)
+            pairs = zip(prompts, params, strict=True)
+        if lora is None or isinstance(lora, str):
+            questions = zip(pairs, repeat(lora), strict=False)
+        else:
+            questions = zip(pairs, lora, strict=True)
         window = _WINDOW_BATCHES * self._core.info.max_num_seqs
         pending: deque[int] = deque()
         try:
             for place in count():
                 new = [
-                    NewRequest(next(self._indices), prompt, param)
-                    for prompt, param in islice(questions, window - len(pending))
+                    NewRequest(next(self._indices), prompt, param, lora=adapter)
+                    for (prompt, param), adapter in islice(questions, window - len(pending))
                 ]
                 pending.extend(request.index for request in new)
                 self._answers.update((request.index, None) for request in new)

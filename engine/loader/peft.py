@@ -27,7 +27,7 @@ from engine.errors import RequestError
 from engine.lora import FileStamp, LoraAdapter
 from engine.models.adapters import Projection
 from engine.models.config import ModelConfig
-from engine.models.families import WeightNames
+from engine.models.families import FAMILIES
 from kernels.lora import LowRank, pack_low_rank
 from kernels.ops import kernels_for
 
@@ -65,8 +65,10 @@ class AdapterTarget(NamedTuple):
     in_features: int
 
 
-def adapter_targets(config: ModelConfig, names: WeightNames) -> dict[str, AdapterTarget]:
+def adapter_targets(config: ModelConfig) -> dict[str, AdapterTarget]:
     """Return the linear layers that adapters can change, by the name of the module in Transformers' model."""
+    # A GGUF file has names of its own, but adapters are not made from it; in Transformers its families share Llama's.
+    names = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"]).names
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, intermediate = config.hidden_size, config.intermediate_size
     linears: tuple[tuple[str, Projection, int, int, int], ...] = (
@@ -95,6 +97,12 @@ class PeftLoader:
         self._max_rank = max_rank
         self._dtype = dtype
         self._device = device
+
+    @property
+    def max_adapter_bytes(self) -> int:
+        """The memory of an adapter of the highest rank for every layer."""
+        sizes = (target.in_features + target.stop - target.start for target in self._targets.values())
+        return self._max_rank * sum(sizes) * self._dtype.itemsize
 
     def load(self, name: str) -> LoraAdapter:
         """Load the adapter in a folder, or of a hub id with an optional `@revision`.
