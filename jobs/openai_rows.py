@@ -14,33 +14,27 @@ from jobs.row_fields import (
     read_messages,
     read_prompt,
     read_sampling,
+    read_structured,
     shown,
     wrong_type,
 )
-from jobs.spec import JobSpec, Sampling
+from jobs.sampling import Sampling, StructuredOutput
+from jobs.spec import JobSpec
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
 MAX_CUSTOM_ID = 512
-_SAMPLING = {name: f"body.{name}" for name in Sampling.model_fields}
+# These two are spelled in OpenAI's own ways, see `_logprobs` and `_structured_output`.
+_SAMPLING = {name: f"body.{name}" for name in Sampling.model_fields if name not in ("logprobs", "structured_output")}
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     | {"parallel_tool_calls"}
 )
 _UNSERVED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": (),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -54,8 +48,9 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "stream_options": (),
 }
 """Parameters that are known and not served, with the values (beside null) that ask for nothing."""
-_COMMON = frozenset(_SAMPLING) | _HARMLESS | {"model", "stream", "max_completion_tokens"}
-_KNOWN = {CHAT_URL: _COMMON | {"messages"}, COMPLETIONS_URL: _COMMON | {"prompt"}}
+_STRUCTURED = ("response_format", "structured_outputs")
+_COMMON = frozenset(_SAMPLING) | _HARMLESS | {"model", "stream", "max_completion_tokens", "logprobs", *_STRUCTURED}
+_KNOWN = {CHAT_URL: _COMMON | {"messages", "top_logprobs"}, COMPLETIONS_URL: _COMMON | {"prompt"}}
 
 
 class Request(NamedTuple):
@@ -84,7 +79,7 @@ def read_request(record: dict[str, Any], spec: JobSpec) -> Request:
     _check_stream(body)
     _check_model(body, spec)
     _check_parameters(body, _KNOWN[url])
-    sampling = _sampling(body, spec.sampling)
+    sampling = _sampling(body, spec.sampling, chat=url == CHAT_URL)
     if url == CHAT_URL:
         if body.get("messages") is None:
             raise RowRefused("invalid_request", "Messages parameter is required.", "body.messages")
@@ -141,16 +136,68 @@ def _same(value: Any, other: Any) -> bool:
     return bool(value == other) and (type(value) is bool) == (type(other) is bool)
 
 
-def _sampling(body: dict[str, Any], defaults: Sampling) -> Sampling:
-    limit = body.get("max_completion_tokens")
-    if limit is None:
-        return read_sampling(body, _SAMPLING, defaults)
-    other = body.get("max_tokens")
-    if other is not None and not _same(other, limit):
+def _sampling(body: dict[str, Any], defaults: Sampling, *, chat: bool) -> Sampling:
+    fields, params = body, _SAMPLING
+    if (limit := body.get("max_completion_tokens")) is not None:
+        other = body.get("max_tokens")
+        if other is not None and not _same(other, limit):
+            raise RowRefused(
+                "invalid_value",
+                "'body.max_tokens' and 'body.max_completion_tokens' mean the same, and differ here.",
+                "body.max_completion_tokens",
+            )
+        fields, params = fields | {"max_tokens": limit}, params | {"max_tokens": "body.max_completion_tokens"}
+    if (structured := _structured_output(body)) is not None:
+        fields, params = fields | {"structured_output": structured}, params | {"structured_output": "body"}
+    if (logprobs := _chat_logprobs(body) if chat else body.get("logprobs")) is not None:
+        param = "body.top_logprobs" if chat else "body.logprobs"
+        fields, params = fields | {"logprobs": logprobs}, params | {"logprobs": param}
+    return read_sampling(fields, params, defaults)
+
+
+def _chat_logprobs(body: dict[str, Any]) -> Any:
+    """How many alternatives a chat row wants: it says in `logprobs` whether, and in `top_logprobs` how many."""
+    wanted, top = body.get("logprobs"), body.get("top_logprobs")
+    if wanted is not None and type(wanted) is not bool:
+        raise wrong_type("body.logprobs", "a boolean", wanted)
+    if wanted:
+        return 0 if top is None else top
+    if top not in (None, 0):
         raise RowRefused(
-            "invalid_value",
-            "'body.max_tokens' and 'body.max_completion_tokens' mean the same, and differ here.",
-            "body.max_completion_tokens",
+            "invalid_value", "'body.top_logprobs' is only for rows with 'body.logprobs' true.", "body.top_logprobs"
         )
-    params = _SAMPLING | {"max_tokens": "body.max_completion_tokens"}
-    return read_sampling(body | {"max_tokens": limit}, params, defaults)
+    return None
+
+
+def _structured_output(body: dict[str, Any]) -> StructuredOutput | None:
+    """What `response_format`, as OpenAI has it, or `structured_outputs`, as vLLM has it, asks of the answer's text."""
+    given = [name for name in _STRUCTURED if body.get(name) is not None]
+    for name in given:
+        if type(body[name]) is not dict:
+            raise wrong_type(f"body.{name}", "an object", body[name])
+    if len(given) == 2:
+        message = "'body.response_format' and 'body.structured_outputs' exclude each other."
+        raise RowRefused("invalid_value", message, "body.structured_outputs")
+    if not given:
+        return None
+    param = f"body.{given[0]}"
+    wanted = body[given[0]]
+    return _response_format(wanted, param) if given[0] == "response_format" else read_structured(wanted, param)
+
+
+def _response_format(value: dict[str, Any], param: str) -> StructuredOutput | None:
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutput(json_object=True)
+        case "json_schema":
+            described = value.get("json_schema")
+            if type(described) is not dict:
+                raise wrong_type(f"{param}.json_schema", "an object", described)
+            if type(described.get("schema")) is not dict:
+                raise wrong_type(f"{param}.json_schema.schema", "an object", described.get("schema"))
+            return read_structured({"json": described["schema"]}, f"{param}.json_schema")
+        case other:
+            message = f"Invalid value: {shown(other)}. Supported types are: text, json_object and json_schema."
+            raise RowRefused("invalid_value", message, f"{param}.type")

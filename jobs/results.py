@@ -9,11 +9,13 @@ answers.
 
 import hashlib
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
-from jobs.rows import Row, is_object
+from jobs.rows import Row, is_object, result_columns
+from jobs.sampling import Sampling
 from jobs.spec import JobSpec, RecordRows
 
 NEVER_RUN = frozenset({"batch_expired", "batch_cancelled"})
@@ -22,15 +24,41 @@ SERVER_ERRORS = frozenset({"engine_error", "engine_died", "out_of_memory"})
 """Codes of rows that failed through no fault of their request."""
 
 
+class TokenLogprob(NamedTuple):
+    """One token of an answer, and how likely the model held it; `top` are the likeliest ones at its place.
+
+    `token` is its text and `utf8` its bytes, which alone may be no character. `rank` 1 is the likeliest.
+    """
+
+    token_id: int
+    token: str
+    utf8: bytes
+    logprob: float
+    rank: int
+    top: "tuple[TokenLogprob, ...]" = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """An answer. `cached_tokens` of the `prompt_tokens` were found in the prefix cache."""
+class Choice:
+    """One answer to a row; `logprobs` has an entry a token where the row asks for them."""
 
     text: str
     finish_reason: Literal["stop", "length"]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answers to a row, in order. `cached_tokens` of the `prompt_tokens` were found in the prefix cache.
+
+    `prompt_logprobs` has an entry a token of the prompt where the row asks for them; nothing says of the first.
+    """
+
+    choices: tuple[Choice, ...]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 class ResultLines(NamedTuple):
@@ -43,7 +71,7 @@ class ResultLines(NamedTuple):
 def lines_for(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Completion | RowError) -> ResultLines:
     """The lines of row `index`, which is `line` of the input and `row` where it could be read as one."""
     if isinstance(outcome, RowError):
-        in_place = _failed_record(line, outcome) if isinstance(spec.rows, RecordRows) else None
+        in_place = _failed_record(spec, line, outcome) if isinstance(spec.rows, RecordRows) else None
         return ResultLines(in_place, error_line(spec, index, line, row, outcome))
     if row is None:
         raise ValueError("a completion of a line that is no row")
@@ -53,15 +81,8 @@ def lines_for(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: C
 def success_line(spec: JobSpec, row: Row, index: int, completion: Completion) -> bytes:
     """The answer's line in the output file."""
     if isinstance(spec.rows, RecordRows):
-        return _extended(
-            row.source,
-            {
-                "response": completion.text,
-                "finish_reason": completion.finish_reason,
-                "usage": _usage(completion) | {"cached_tokens": completion.cached_tokens},
-                "error": None,
-            },
-        )
+        usage = _usage(completion) | {"cached_tokens": completion.cached_tokens}
+        return _extended(row.source, {**_record_answer(spec.sampling, completion), "usage": usage, "error": None})
     return _answered(spec, index, row.custom_id, 200, _completion_body(spec, row, index, completion))
 
 
@@ -103,20 +124,78 @@ def _head(spec: JobSpec, index: int, custom_id: str | None) -> dict[str, str | N
     return {"id": f"batch_req_{_digest(spec, index)}", "custom_id": custom_id}
 
 
+def _record_answer(sampling: Sampling, completion: Completion) -> dict[str, Any]:
+    """The answer in a record's columns: lists where the job asks for several, so that a column has one type."""
+    texts = [choice.text for choice in completion.choices]
+    reasons = [choice.finish_reason for choice in completion.choices]
+    logprobs = [choice.logprobs and _chat_logprobs(choice.logprobs)["content"] for choice in completion.choices]
+    several = sampling.n is not None and sampling.n > 1
+    columns: dict[str, Any] = {
+        "response": texts if several else texts[0],
+        "finish_reason": reasons if several else reasons[0],
+    }
+    if sampling.logprobs is not None:
+        columns["logprobs"] = logprobs if several else logprobs[0]
+    return columns
+
+
 def _completion_body(spec: JobSpec, row: Row, index: int, completion: Completion) -> dict[str, Any]:
-    if row.kind == "chat":
-        prefix, kind = "chatcmpl", "chat.completion"
-        answer: dict[str, Any] = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-    else:
-        prefix, kind = "cmpl", "text_completion"
-        answer = {"text": completion.text}
-    return {
+    prefix, kind = ("chatcmpl", "chat.completion") if row.kind == "chat" else ("cmpl", "text_completion")
+    choice_of = _chat_choice if row.kind == "chat" else _text_choice
+    body = {
         "id": f"{prefix}-{_digest(spec, index)}",
         "object": kind,
         "created": spec.created_at,
         "model": spec.model,
-        "choices": [{"index": 0, **answer, "logprobs": None, "finish_reason": completion.finish_reason}],
+        "choices": [{"index": place, **choice_of(choice)} for place, choice in enumerate(completion.choices)],
         "usage": _usage(completion) | {"prompt_tokens_details": {"cached_tokens": completion.cached_tokens}},
+    }
+    if completion.prompt_logprobs is not None:
+        body["prompt_logprobs"] = [token and _alternatives(token) for token in completion.prompt_logprobs]
+    return body
+
+
+def _chat_choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": choice.logprobs and _chat_logprobs(choice.logprobs),
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def _text_choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "text": choice.text,
+        "logprobs": choice.logprobs and _text_logprobs(choice.logprobs),
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def _chat_logprobs(tokens: tuple[TokenLogprob, ...]) -> dict[str, Any]:
+    content = [{**_named(token), "top_logprobs": [_named(other) for other in token.top]} for token in tokens]
+    return {"content": content, "refusal": None}
+
+
+def _named(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.utf8)}
+
+
+def _text_logprobs(tokens: tuple[TokenLogprob, ...]) -> dict[str, Any]:
+    """The older shape: parallel lists. Offsets count the characters of the tokens before."""
+    ends = list(accumulate((len(token.token) for token in tokens), initial=0))
+    return {
+        "tokens": [token.token for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{other.token: other.logprob for other in token.top} for token in tokens],
+        "text_offset": ends[:-1],
+    }
+
+
+def _alternatives(token: TokenLogprob) -> dict[str, Any]:
+    """A token of the prompt and the likeliest ones at its place, by id, as vLLM writes them."""
+    return {
+        str(other.token_id): {"logprob": other.logprob, "rank": other.rank, "decoded_token": other.token}
+        for other in (token, *token.top)
     }
 
 
@@ -128,8 +207,8 @@ def _usage(completion: Completion) -> dict[str, Any]:
     }
 
 
-def _failed_record(line: Line, error: RowError) -> bytes:
-    columns = {"response": None, "finish_reason": None, "usage": None, "error": _error(error)}
+def _failed_record(spec: JobSpec, line: Line, error: RowError) -> bytes:
+    columns = dict.fromkeys(result_columns(spec.sampling)) | {"error": _error(error)}
     # A line that is no record has nothing to pass on, and one that has a column of these names already cannot.
     if line.data is None or error.code == "column_collision" or not is_object(line.data):
         return dumps(columns) + b"\n"

@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from jobs.spec import Sampling
+from jobs.sampling import Sampling, StructuredOutput
 
 Message = dict[str, str]
 """`role` and `content`; the role is system, user or assistant."""
@@ -168,9 +169,22 @@ def read_sampling(fields: Mapping[str, Any], params: Mapping[str, str], defaults
         return _sampling(defaults, tuple(values), *values.values())
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = str(first["loc"][0])
-        code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-        raise RowRefused(code, f"Invalid '{params[name]}': {first['msg']}.", params[name]) from None
+        raise _invalid(first, params[str(first["loc"][0])]) from None
+
+
+def read_structured(value: dict[str, Any], param: str) -> StructuredOutput:
+    """What the text of an answer has to be, by an object with one of `json`, `regex` and so on. Raises RowRefused."""
+    fields = {name: tuple(field) if type(field) is list else field for name, field in value.items()}
+    try:
+        return StructuredOutput.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _invalid(first, ".".join(map(str, (param, *first["loc"][:1])))) from None
+
+
+def _invalid(error: ErrorDetails, param: str) -> RowRefused:
+    code = "invalid_type" if error["type"].endswith("_type") else "invalid_value"
+    return RowRefused(code, f"Invalid '{param}': {error['msg'].removeprefix('Value error, ')}.", param)
 
 
 @lru_cache(maxsize=1024, typed=True)
@@ -181,7 +195,12 @@ def _sampling(defaults: Sampling, names: tuple[str, ...], *values: Any) -> Sampl
 
 def _hashable(value: Any, param: str) -> Any:
     if type(value) is dict:
-        raise wrong_type(param, "a number, a string or an array", value)
+        if not param.endswith("logit_bias"):
+            raise wrong_type(param, "a number, a string or an array", value)
+        for token, bias in value.items():
+            if type(bias) not in (int, float):
+                raise wrong_type(f"{param}.{token[:SHOWN]}", "a number", bias)
+        return tuple(value.items())
     if type(value) is not list:
         return value
     if {type(item) for item in value} not in ({str}, {int}, set()):

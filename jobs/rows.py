@@ -18,13 +18,19 @@ from jobs.row_fields import (
     read_sampling,
     refuse_lone_surrogates,
 )
-from jobs.spec import JobSpec, OpenAIRows, RecordRows, Sampling
+from jobs.sampling import Sampling
+from jobs.spec import JobSpec, OpenAIRows, RecordRows
 
 MAX_DEPTH = 64
-RESULT_COLUMNS = ("response", "finish_reason", "usage", "error")
-"""The columns that a record gets in the output; a record that has one of them already is refused."""
 
-_SAMPLING_COLUMNS = {name: name for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")}
+# The parameters that a record may set for itself. Not all: a column called `n` is more likely to be data.
+_SAMPLING_COLUMNS = {
+    name: name
+    for name in (
+        *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
         custom_id = _custom_id(record)
         request = _read(record, spec)
         if has_surrogates:
-            refuse_lone_surrogates(custom_id, request.prompt, request.sampling.stop)
+            refuse_lone_surrogates(custom_id, request.prompt, request.sampling.model_dump())
     except RowRefused as refused:
         return RowError(
             code=refused.code,
@@ -78,6 +84,12 @@ def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
 def _sayable(text: str) -> str:
     """The text in characters that UTF-8 has: names and ids in an error come from the row, lone surrogates and all."""
     return text.encode(errors="replace").decode()
+
+
+def result_columns(sampling: Sampling) -> tuple[str, ...]:
+    """The columns that a job's records get in the output; a record that has one of them already is refused."""
+    logprobs = () if sampling.logprobs is None else ("logprobs",)
+    return ("response", "finish_reason", *logprobs, "usage", "error")
 
 
 def is_object(data: bytes) -> bool:
@@ -98,7 +110,7 @@ def _read(record: dict[str, Any], spec: JobSpec) -> Request:
 
 
 def _read_record(record: dict[str, Any], shape: RecordRows, defaults: Sampling) -> Request:
-    for name in RESULT_COLUMNS:
+    for name in result_columns(defaults):
         if name in record:
             raise RowRefused(
                 "column_collision", f"The column '{name}' is written by pagemill: rename it in the input.", name

@@ -12,38 +12,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from jobs.layout import JobLayout
+from jobs.sampling import Sampling
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
-StopString = Annotated[str, StringConstraints(min_length=1)]
-TokenId = Annotated[int, Field(ge=0)]
 OnBadRow = Literal["fail", "skip"]
 JobId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
-
-
-class Sampling(BaseModel):
-    """Sampling parameters by their OpenAI names; `None` leaves the choice to the model's defaults.
-
-    In a job they are defaults: a row's own fields win.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: StopString | tuple[StopString, ...] | None = None
-    stop_token_ids: tuple[TokenId, ...] | None = None
-    ignore_eos: bool | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-
-    def over(self, defaults: "Sampling") -> "Sampling":
-        """These parameters, with those that are not set taken from `defaults`."""
-        mine = {name: value for name, value in self if value is not None}
-        return defaults.model_copy(update=mine)
 
 
 class InputRef(BaseModel):

@@ -14,8 +14,9 @@ from jobs.broker import PLAN, Tokens
 from jobs.errors import ObjectNotFound, UsageError
 from jobs.layout import JobLayout, absolute_url, errors_beside
 from jobs.ledger import Ledger
+from jobs.sampling import Sampling
 from jobs.settings import Settings
-from jobs.spec import InputRef, JobSpec, OnBadRow, OpenAIRows, RecordRows, Sampling, new_job_id
+from jobs.spec import InputRef, JobSpec, OnBadRow, OpenAIRows, RecordRows, new_job_id
 from jobs.storage import Stores
 from jobs.storage.file import path_of
 

@@ -2,13 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
-from engine.outputs import RequestOutput
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.outputs import TokenLogprob as EngineLogprob
 from engine.prompts import Prompt
 from engine.sampling_params import SamplingParams
 from jobs.errors import RowError
-from jobs.results import Completion
+from jobs.results import Choice, Completion, TokenLogprob
 from jobs.rows import Row
 
 # OpenAI's default for completions; a chat answer without a limit may fill the model's context.
@@ -26,7 +27,9 @@ def request_for(job_id: str, index: int, row: Row) -> EngineRequest:
 
     A row without a seed gets one from the job and its place, so that a shard that is run again gives the same text.
     """
-    given = {name: value for name, value in row.sampling if value is not None}
+    given: dict[str, Any] = {name: value for name, value in row.sampling if value is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
     if "max_tokens" not in given:
         given["max_tokens"] = _COMPLETION_MAX_TOKENS if row.kind == "completion" else None
     if "seed" not in given:
@@ -39,16 +42,26 @@ def outcome_of(row: Row, output: RequestOutput) -> Completion | RowError:
     """The engine's answer as the row's result, or as its error."""
     if output.error is not None:
         return row_error(row, output.error.code, str(output.error), output.error.field)
-    answer = output.outputs[0]
+    of_prompt = output.prompt_logprobs
+    return Completion(
+        choices=tuple(map(_choice, output.outputs)),
+        prompt_tokens=len(output.prompt_token_ids),
+        completion_tokens=sum(len(answer.token_ids) for answer in output.outputs),
+        cached_tokens=output.num_cached_tokens,
+        prompt_logprobs=None if of_prompt is None else tuple(token and _logprob(token) for token in of_prompt),
+    )
+
+
+def _choice(answer: CompletionOutput) -> Choice:
     if answer.finish_reason not in ("stop", "length"):
         raise ValueError(f"an answer that ended by {answer.finish_reason!r} is no result")
-    return Completion(
-        text=answer.text,
-        finish_reason=answer.finish_reason,
-        prompt_tokens=len(output.prompt_token_ids),
-        completion_tokens=len(answer.token_ids),
-        cached_tokens=output.num_cached_tokens,
-    )
+    logprobs = None if answer.logprobs is None else tuple(map(_logprob, answer.logprobs))
+    return Choice(answer.text, answer.finish_reason, logprobs)
+
+
+def _logprob(token: EngineLogprob) -> TokenLogprob:
+    top = tuple(map(_logprob, token.top))
+    return TokenLogprob(token.token_id, token.text, token.utf8, token.logprob, token.rank, top)
 
 
 def row_error(row: Row, code: str, message: str, param: str | None = None) -> RowError:

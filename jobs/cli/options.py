@@ -4,20 +4,24 @@ A command takes a group of them as one parameter of a dataclass type; `with_grou
 """
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from pydantic import ValidationError
 
 from jobs.errors import UsageError
-from jobs.spec import OnBadRow, OpenAIRows, RecordRows, Sampling
+from jobs.sampling import Sampling, StructuredOutput
+from jobs.spec import OnBadRow, OpenAIRows, RecordRows
 
 T = TypeVar("T")
 
 _ROWS, _SAMPLING, _ENGINE = "Rows", "Sampling defaults (a row's own fields win)", "Engine"
+_STRUCTURE = "What an answer has to be (one of these)"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log JSON lines for programs.")]
@@ -93,9 +97,41 @@ class JobOptions:
         list[str] | None, typer.Option(help="Stop before this string. May be repeated.", rich_help_panel=_SAMPLING)
     ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling noise.", rich_help_panel=_SAMPLING)] = None
+    n: Annotated[int | None, typer.Option("--n", help="Answers to each row.", rich_help_panel=_SAMPLING)] = None
+    best_of: Annotated[
+        int | None, typer.Option(help="Generate so many, and keep the n likeliest.", rich_help_panel=_SAMPLING)
+    ] = None
+    beam_width: Annotated[
+        int | None, typer.Option(help="Beam search with so many beams.", rich_help_panel=_SAMPLING)
+    ] = None
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Against tokens that came already.", rich_help_panel=_SAMPLING)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, for each time they came.", rich_help_panel=_SAMPLING)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1 against tokens of prompt and answer.", rich_help_panel=_SAMPLING)
+    ] = None
+    logprobs: Annotated[
+        int | None, typer.Option(help="Log-probabilities, with so many alternatives.", rich_help_panel=_SAMPLING)
+    ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end token.", rich_help_panel=_SAMPLING)
     ] = False
+    json_schema: Annotated[
+        Path | None, typer.Option(help="Answers are JSON of the schema in this file.", rich_help_panel=_STRUCTURE)
+    ] = None
+    json_object: Annotated[
+        bool, typer.Option("--json-object", help="Answers are JSON objects.", rich_help_panel=_STRUCTURE)
+    ] = False
+    regex: Annotated[str | None, typer.Option(help="Answers match this.", rich_help_panel=_STRUCTURE)] = None
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Answers are one of these. May be repeated.", rich_help_panel=_STRUCTURE)
+    ] = None
+    grammar: Annotated[
+        Path | None, typer.Option(help="Answers follow the Lark or GBNF grammar here.", rich_help_panel=_STRUCTURE)
+    ] = None
 
     @property
     def rows(self) -> OpenAIRows | RecordRows:
@@ -120,8 +156,27 @@ class JobOptions:
             min_p=self.min_p,
             stop=tuple(self.stop) if self.stop else None,
             seed=self.seed,
+            n=self.n,
+            best_of=self.best_of,
+            beam_width=self.beam_width,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logprobs=self.logprobs,
+            structured_output=self._structured_output(),
             ignore_eos=self.ignore_eos or None,
         )
+
+    def _structured_output(self) -> StructuredOutput | None:
+        given = {
+            "json": self.json_schema and _json_file(self.json_schema),
+            "json_object": self.json_object or None,
+            "regex": self.regex,
+            "choice": tuple(self.choice) if self.choice else None,
+            "grammar": self.grammar and _text_file(self.grammar),
+        }
+        set_ones = {name: value for name, value in given.items() if value is not None}
+        return _validated(StructuredOutput, **set_ones) if set_ones else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +204,23 @@ class EngineOptions:
     def argv(self) -> list[str]:
         """The same for the command line of a worker."""
         return [item for name, value in self.given.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _text_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}).") from error
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    try:
+        schema = json.loads(_text_file(path))
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON ({error}).") from error
+    if not isinstance(schema, dict):
+        raise UsageError(f"{path} holds no JSON schema: that is an object.")
+    return schema
 
 
 def _validated(kind: type[T], **values: Any) -> T:

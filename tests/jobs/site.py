@@ -13,7 +13,7 @@ from jobs.layout import errors_beside
 from jobs.ledger import Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord
-from jobs.results import Completion, lines_for
+from jobs.results import Choice, Completion, lines_for
 from jobs.rows import Row
 from jobs.settings import Settings
 from jobs.spec import InputRef, JobSpec
@@ -105,4 +105,4 @@ def prompts(count: int) -> list[dict[str, str]]:
 def answer(planned: PlannedRow) -> Completion | RowError:
     if isinstance(planned.row, RowError):
         return planned.row
-    return Completion(f"answer {planned.index}", "stop", prompt_tokens=3, completion_tokens=2)
+    return Completion((Choice(f"answer {planned.index}", "stop"),), prompt_tokens=3, completion_tokens=2)

@@ -144,7 +144,8 @@ def test_of_many_errors_the_first_hundred_are_kept_and_all_can_be_read(tmp_path:
 
 def test_a_repeated_custom_id_is_refused_each_time_but_the_first(tmp_path: Path) -> None:
     ids = ["a", "b", "a", "c", "bad", "b", "a"]
-    data = b"".join(dumps(request(custom_id=name, body={"n": 2} if name == "bad" else {})) + b"\n" for name in ids)
+    bad = {"echo": True}
+    data = b"".join(dumps(request(custom_id=name, body=bad if name == "bad" else {})) + b"\n" for name in ids)
     spec = job(tmp_path / "in", data, openai_spec)
     planned = plan(spec, STORE, cut(rows=3))
     assert everything(planned) == [
@@ -162,7 +163,7 @@ def test_a_repeated_custom_id_is_refused_each_time_but_the_first(tmp_path: Path)
 
 
 def test_a_refused_row_does_not_take_its_custom_id(tmp_path: Path) -> None:
-    data = b"".join(dumps(request(custom_id="a", body=body)) + b"\n" for body in ({"n": 2}, {}))
+    data = b"".join(dumps(request(custom_id="a", body=body)) + b"\n" for body in ({"echo": True}, {}))
     planned = plan(job(tmp_path / "in", data, openai_spec), STORE, cut())
     assert everything(planned) == [(1, "unsupported_parameter")]
 

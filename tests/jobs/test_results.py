@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
-from jobs.results import Completion, ResultLines, lines_for
-from jobs.rows import RESULT_COLUMNS, parse_row
-from jobs.spec import JobSpec, Sampling
+from jobs.results import Choice, Completion, ResultLines, TokenLogprob, lines_for
+from jobs.rows import parse_row, result_columns
+from jobs.sampling import Sampling
+from jobs.spec import JobSpec
 from tests.jobs.specs import openai_spec, record_spec, request
 
-DONE = Completion("Hello!", "stop", prompt_tokens=7, completion_tokens=3, cached_tokens=4)
+DONE = Completion((Choice("Hello!", "stop"),), prompt_tokens=7, completion_tokens=3, cached_tokens=4)
 TOO_LONG = RowError(code="context_length_exceeded", message="Too long.", param="messages", line=3, byte=40)
 
 
@@ -203,13 +204,79 @@ def test_the_same_answer_gives_the_same_bytes_and_another_row_other_ids() -> Non
     assert only(first.output)["id"] != only(elsewhere.output)["id"]
 
 
-OWN = {*RESULT_COLUMNS, "prompt", "custom_id", *Sampling.model_fields}
+OWN = {*result_columns(Sampling(logprobs=0)), "prompt", "custom_id", *Sampling.model_fields}
 names = st.text().filter(lambda name: name not in OWN)
 
 
 @given(st.text(), st.dictionaries(names, st.none() | st.text() | st.integers()))
 def test_any_text_and_any_columns_come_out_as_they_went_in(text: str, columns: dict[str, Any]) -> None:
     record = {**columns, "prompt": "x"}
-    found = only(outcome_of(dumps(record), record_spec(), Completion(text, "length", 1, 1)).output)
+    found = only(outcome_of(dumps(record), record_spec(), Completion((Choice(text, "length"),), 1, 1)).output)
     assert found["response"] == text
     assert {name: found[name] for name in record} == record
+
+
+ALTERNATIVES = (TokenLogprob(5, "Hé", "Hé".encode(), -0.25, 1), TokenLogprob(6, "\ufffd", b"\xc3", -2.0, 2))
+TOKENS = (ALTERNATIVES[0]._replace(top=ALTERNATIVES), TokenLogprob(7, "!", b"!", -1.5, 4, top=ALTERNATIVES[:1]))
+TWO = Completion(
+    (Choice("Hé!", "stop", TOKENS), Choice("Ho", "length", TOKENS[:1])),
+    prompt_tokens=2,
+    completion_tokens=3,
+    prompt_logprobs=(None, TOKENS[0]),
+)
+
+
+def test_several_answers_to_a_chat_row_are_its_choices_with_openai_s_logprobs() -> None:
+    body = only(outcome_of(dumps(request()), openai_spec(), TWO).output)["response"]["body"]
+    assert [(choice["index"], choice["message"]["content"]) for choice in body["choices"]] == [(0, "Hé!"), (1, "Ho")]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "length"]
+    first, second = body["choices"][0]["logprobs"]["content"]
+    assert first == {
+        "token": "Hé",
+        "logprob": -0.25,
+        "bytes": [72, 195, 169],
+        "top_logprobs": [
+            {"token": "Hé", "logprob": -0.25, "bytes": [72, 195, 169]},
+            {"token": "\ufffd", "logprob": -2.0, "bytes": [195]},
+        ],
+    }
+    assert (second["token"], len(second["top_logprobs"])) == ("!", 1)
+    assert body["usage"]["completion_tokens"] == 3
+    assert body["prompt_logprobs"] == [
+        None,
+        {
+            "5": {"logprob": -0.25, "rank": 1, "decoded_token": "Hé"},
+            "6": {"logprob": -2.0, "rank": 2, "decoded_token": "\ufffd"},
+        },
+    ]
+
+
+def test_logprobs_of_a_completions_row_are_parallel_lists() -> None:
+    record = request(url="/v1/completions", body={"messages": ..., "prompt": "Once"})
+    body = only(outcome_of(dumps(record), openai_spec(), TWO).output)["response"]["body"]
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["Hé", "!"],
+        "token_logprobs": [-0.25, -1.5],
+        "top_logprobs": [{"Hé": -0.25, "\ufffd": -2.0}, {"Hé": -0.25}],
+        "text_offset": [0, 2],
+    }
+
+
+def test_a_record_s_columns_have_one_type_in_all_rows_of_a_job() -> None:
+    one, several = record_spec(sampling=Sampling(logprobs=1)), record_spec(sampling=Sampling(n=2))
+    single = Completion(TWO.choices[:1], 2, 2)
+    found = only(outcome_of(dumps({"prompt": "a"}), one, single).output)
+    assert (found["response"], found["finish_reason"]) == ("Hé!", "stop")
+    assert [token["token"] for token in found["logprobs"]] == ["Hé", "!"]
+    failed = only(outcome_of(dumps({"prompt": "a"}), one, TOO_LONG).output)
+    assert failed.keys() == found.keys()
+    found = only(outcome_of(dumps({"prompt": "a"}), several, TWO).output)
+    assert (found["response"], found["finish_reason"]) == (["Hé!", "Ho"], ["stop", "length"])
+    assert "logprobs" not in found
+
+
+def test_a_record_that_has_a_column_of_logprobs_is_refused_only_where_the_job_writes_one() -> None:
+    data = dumps({"prompt": "a", "logprobs": "mine"})
+    assert only(outcome_of(data, record_spec(), DONE).output)["logprobs"] == "mine"
+    refused = outcome_of(data, record_spec(sampling=Sampling(logprobs=0)))
+    assert only(refused.error)["error"]["code"] == "column_collision"

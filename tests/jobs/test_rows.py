@@ -1,5 +1,6 @@
 """What is a row, what is not, and what is said about it."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
 from jobs.rows import MAX_DEPTH, Row, parse_row
-from jobs.spec import Sampling
+from jobs.sampling import Sampling, StructuredOutput
 from tests.jobs.specs import openai_spec, read, record_spec, request
 
 OPENAI = openai_spec(model_aliases=("gpt-4o-mini",))
@@ -149,7 +150,7 @@ def test_the_model_may_be_left_out_or_be_an_alias() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"n": 1, "logprobs": False, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stream": False},
+        {"logprobs": False, "top_logprobs": 0, "n": None, "presence_penalty": None, "stream": False},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "best_of": None, "audio": None},
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "batch", "parallel_tool_calls": True},
     ],
@@ -161,19 +162,8 @@ def test_parameters_that_ask_for_nothing_pass(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 3),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
-        ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("best_of", 2),
         ("echo", True),
         ("suffix", "x"),
         ("reasoning_effort", "low"),
@@ -181,6 +171,103 @@ def test_parameters_that_ask_for_nothing_pass(body: dict[str, Any]) -> None:
 )
 def test_a_parameter_that_is_not_served_is_refused_by_name(name: str, value: Any) -> None:
     assert refusal(request(body={name: value})) == ("unsupported_parameter", f"body.{name}")
+
+
+@pytest.mark.parametrize(
+    ("body", "sampling"),
+    [
+        ({"n": 3, "best_of": 5}, {"n": 3, "best_of": 5}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
+        ({"presence_penalty": 0.5, "frequency_penalty": -1}, {"presence_penalty": 0.5, "frequency_penalty": -1}),
+        ({"logit_bias": {"50": -100, "7": 1.5}}, {"logit_bias": ((7, 1.5), (50, -100))}),
+        ({"logit_bias": {}}, {"logit_bias": ()}),
+        ({"min_tokens": 2, "repetition_penalty": 1.1}, {"min_tokens": 2, "repetition_penalty": 1.1}),
+        ({"beam_width": 4, "early_stopping": "never"}, {"beam_width": 4, "early_stopping": "never"}),
+    ],
+)
+def test_a_row_s_sampling_is_read(body: dict[str, Any], sampling: dict[str, Any]) -> None:
+    found = row(request(body=body)).sampling
+    assert found == Sampling(**sampling)
+    assert Sampling.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_completion_row_says_how_many_alternatives_in_logprobs_itself() -> None:
+    def completion(logprobs: Any) -> dict[str, Any]:
+        return request({"prompt": "a", "messages": ..., "logprobs": logprobs}, url="/v1/completions")
+
+    assert row(completion(3)).sampling == Sampling(logprobs=3)
+    assert refusal(completion(True)) == ("invalid_type", "body.logprobs")
+
+
+SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}, "required": ["größe"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "structure"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json": json.dumps(SCHEMA)}),
+        ({"structured_outputs": {"regex": "[a-z]+"}}, {"regex": "[a-z]+"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ("yes", "no")}),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, {"grammar": "start: /a/"}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            {"json": SCHEMA},
+        ),
+    ],
+)
+def test_what_an_answer_has_to_be_is_read_in_both_spellings(body: dict[str, Any], structure: dict[str, Any]) -> None:
+    found = row(request(body=body)).sampling
+    assert found == Sampling(structured_output=StructuredOutput(**structure))
+    assert Sampling.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"n": 0}, "invalid_value", "n"),
+        ({"n": True}, "invalid_type", "n"),
+        ({"n": 129}, "invalid_value", "n"),
+        ({"logprobs": 3}, "invalid_type", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
+        ({"top_logprobs": 3}, "invalid_value", "top_logprobs"),
+        ({"presence_penalty": 2.5}, "invalid_value", "presence_penalty"),
+        ({"logit_bias": {"a": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": 5}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": True}}, "invalid_type", "logit_bias.5"),
+        ({"logit_bias": [5]}, "invalid_value", "logit_bias"),
+        ({"logit_bias": ["5"]}, "invalid_value", "logit_bias"),
+        ({"seed": {}}, "invalid_type", "seed"),
+        ({"early_stopping": "sometimes"}, "invalid_type", "early_stopping"),
+        ({"response_format": "json"}, "invalid_type", "response_format"),
+        ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "invalid_type", "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
+            "invalid_type",
+            "response_format.json_schema.schema",
+        ),
+        ({"structured_outputs": {}}, "invalid_value", "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "invalid_value", "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "invalid_type", "structured_outputs.regex"),
+        ({"structured_outputs": {"xml": "a"}}, "invalid_value", "structured_outputs.xml"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}},
+            "invalid_value",
+            "structured_outputs",
+        ),
+    ],
+)
+def test_a_parameter_that_is_wrong_is_refused_by_name(body: dict[str, Any], code: str, param: str) -> None:
+    assert refusal(request(body=body)) == (code, f"body.{param}")
 
 
 @pytest.mark.parametrize("name", ["temprature", "prompt", "x" * 200])
@@ -285,7 +372,7 @@ def test_a_line_that_is_too_long_is_no_row() -> None:
 
 
 def test_the_custom_id_of_a_refused_row_is_known_where_it_can_be() -> None:
-    assert error(request(custom_id="r9", body={"n": 3})).custom_id == "r9"
+    assert error(request(custom_id="r9", body={"n": 0})).custom_id == "r9"
     assert error(request(custom_id=5)).custom_id is None
     assert error({"custom_id": "r7"}, RECORDS).custom_id == "r7"
 

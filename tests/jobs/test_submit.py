@@ -12,7 +12,8 @@ import pytest
 
 from jobs.broker import CONTROL_QUEUE, PLAN
 from jobs.errors import ServiceUnreachable, StorageError, UsageError
-from jobs.spec import JobSpec, OpenAIRows, RecordRows, Sampling
+from jobs.sampling import Sampling
+from jobs.spec import JobSpec, OpenAIRows, RecordRows
 from jobs.submit import enter, prepare
 from tests.jobs.site import Site
 from tests.servers import BUCKET, S3Server

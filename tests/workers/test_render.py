@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from engine.errors import RequestError
-from engine.outputs import CompletionOutput, FinishReason, RequestOutput
+from engine.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 from jobs.errors import RowError
-from jobs.results import Completion
+from jobs.results import Choice, Completion
 from jobs.rows import Row
-from jobs.spec import JobSpec, Sampling
+from jobs.sampling import Sampling
+from jobs.spec import JobSpec
 from tests.jobs.specs import openai_spec, read, record_spec, request
 from workers.render import outcome_of, request_for
 
@@ -57,7 +58,26 @@ def test_a_row_without_a_seed_has_one_of_its_own_that_stays() -> None:
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_an_answer_is_a_completion(reason: FinishReason) -> None:
-    assert outcome_of(CHAT, output(reason, num_cached_tokens=2)) == Completion("text", reason, 3, 2, 2)
+    assert outcome_of(CHAT, output(reason, num_cached_tokens=2)) == Completion((Choice("text", reason),), 3, 2, 2)
+
+
+def test_every_answer_and_its_logprobs_reach_the_row() -> None:
+    token = TokenLogprob(7, -0.5, 1, "t", b"t", top=(TokenLogprob(8, -1.0, 2, "u", b"u"),))
+    answers = tuple(CompletionOutput(i, f"text {i}", (7, 8), "stop", logprobs=(token, token)) for i in range(2))
+    found = outcome_of(CHAT, RequestOutput(0, (1, 2, 3), answers, prompt_logprobs=(None, token, token)))
+    assert isinstance(found, Completion)
+    assert [choice.text for choice in found.choices] == ["text 0", "text 1"]
+    assert (found.prompt_tokens, found.completion_tokens) == (3, 4)
+    assert found.choices[0].logprobs is not None
+    assert found.choices[0].logprobs[1].top[0].token == "u"
+    assert found.prompt_logprobs is not None
+    assert found.prompt_logprobs[0] is None
+    assert found.prompt_logprobs[2] == found.choices[0].logprobs[0]
+
+
+def test_a_bias_is_the_engine_s() -> None:
+    asked = request_for("job", 0, row(request({"logit_bias": {"7": -5, "3": 2}}), openai_spec()))
+    assert asked.params.logit_bias == {3: 2, 7: -5}
 
 
 def test_a_refusal_is_the_row_s_error_with_its_place() -> None:

@@ -9,14 +9,14 @@ import pytest
 from jobs.errors import RowError
 from jobs.ledger import Lease
 from jobs.records import Usage
-from jobs.results import Completion, ResultLines
+from jobs.results import Choice, Completion, ResultLines
 from jobs.settings import Settings
 from jobs.storage import Stores
 from tests.jobs.ledgers import shards
 from tests.jobs.specs import openai_spec
 from workers.spool import Spool
 
-ANSWER = Completion("a", "stop", prompt_tokens=5, completion_tokens=2, cached_tokens=1)
+ANSWER = Completion((Choice("a", "stop"),), prompt_tokens=5, completion_tokens=2, cached_tokens=1)
 REFUSAL = RowError(code="x", message="y")
 
 
