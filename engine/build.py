@@ -50,9 +50,10 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
     """Size the KV pool, and put the loop together around a model that is loaded on `device`."""
     peft = _peft_loader(config, loaded, device) if config.max_loras else None
     limits = _resolve(config, loaded, device, peft.max_adapter_bytes * config.max_loras if peft else 0)
-    adapters = peft and LoraCache(
-        peft.load, max_loras=config.max_loras, max_overtakes=_OVERTAKING_BATCHES * limits.max_num_seqs
-    )
+    adapters = None
+    if peft:
+        overtakes = _OVERTAKING_BATCHES * limits.max_num_seqs
+        adapters = LoraCache(peft.load, max_loras=config.max_loras, max_overtakes=overtakes)
     info = EngineInfo(
         model=config.model,
         dtype=str(loaded.config.dtype).removeprefix("torch."),
