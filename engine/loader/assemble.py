@@ -5,14 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.loader.errors import ModelFileInvalid
-from engine.loader.sources import TensorSource
+from engine.loader.sources import TensorSource, check_shapes
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
 from engine.models.families import Family, expected_shapes
 from kernels.ops import Linear, kernels_for
-
-_NAMES_SHOWN = 5
 
 
 def assemble(config: ModelConfig, family: Family, source: TensorSource, device: torch.device) -> Decoder:
@@ -20,7 +17,7 @@ def assemble(config: ModelConfig, family: Family, source: TensorSource, device: 
 
     Raises `ModelFileInvalid` if `source` lacks tensors, or has one of another shape than `config` says.
     """
-    _check(source, expected_shapes(config, family.names))
+    check_shapes(source, expected_shapes(config, family.names))
     builder = _Builder(config, family, source, device)
     names = family.names
     embedding = builder.tensor(f"{names.embedding}.weight")
@@ -35,15 +32,6 @@ def assemble(config: ModelConfig, family: Family, source: TensorSource, device: 
         lm_head=lm_head,
     )
     return Decoder(config, weights)
-
-
-def _check(source: TensorSource, expected: dict[str, tuple[int, ...]]) -> None:
-    if missing := [name for name in expected if name not in source.shapes]:
-        more = f" and {len(missing) - _NAMES_SHOWN} more" if len(missing) > _NAMES_SHOWN else ""
-        raise ModelFileInvalid(f"The checkpoint lacks tensors: {', '.join(missing[:_NAMES_SHOWN])}{more}.")
-    for name, shape in expected.items():
-        if source.shapes[name] != shape:
-            raise ModelFileInvalid(f"Tensor {name} is {source.shapes[name]}, but the configuration says {shape}.")
 
 
 class _Builder:

@@ -11,6 +11,9 @@ from engine.loader.errors import ModelFileInvalid
 from engine.loader.json_file import read_json
 
 
+_NAMES_SHOWN = 5
+
+
 class TensorSource(Protocol):
     """A checkpoint's tensors by name."""
 
@@ -20,6 +23,16 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """Return one tensor on the CPU, in the file's own dtype. It may be a view of the mapped file."""
+
+
+def check_shapes(source: TensorSource, expected: dict[str, tuple[int, ...]]) -> None:
+    """Raise `ModelFileInvalid` if `source` lacks one of these tensors, or has one of another shape."""
+    if missing := [name for name in expected if name not in source.shapes]:
+        more = f" and {len(missing) - _NAMES_SHOWN} more" if len(missing) > _NAMES_SHOWN else ""
+        raise ModelFileInvalid(f"The checkpoint lacks tensors: {', '.join(missing[:_NAMES_SHOWN])}{more}.")
+    for name, shape in expected.items():
+        if source.shapes[name] != shape:
+            raise ModelFileInvalid(f"Tensor {name} is {source.shapes[name]}, but the configuration says {shape}.")
 
 
 class SafetensorsSource:
