@@ -14,6 +14,13 @@ want them again. Behind them come cached blocks, the least recently released fir
 until it is handed out anew, and is revived from the middle of the list in O(1) when a prompt asks for it. Of a finished
 request the tail is released first, and so evicted first: a head is useful to more prompts than what follows it.
 
+A continuation that is forked off holds all of its parent's blocks. Full ones are never written again. The tail is, by
+both: who writes into a block that has another holder copies it first, and the last holder writes in place.
+
+    parent  ─► 0 ─► 1 ─► 2        parent  ─► 0 ─► 1 ─► 3        3: a copy of 2, and one more token
+                ref 2     ref 2               ref 2     ref 1
+    child   ─► 0 ─► 1 ─► 2        child   ─► 0 ─► 1 ─► 2        2: the child's alone, to be written in place
+
 Every block is in exactly one state: null (block 0, which padding points at and nobody gets), held (`ref` > 0, in no
 list), or free (`ref` = 0, in the list). `check_integrity` says so.
 """
@@ -149,6 +156,10 @@ class BlockPool:
             if block.ref == 0:
                 self._free.remove(block)
             block.ref += 1
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether a held block has another holder, who would see what is written into it."""
+        return self._blocks[block_id].ref > 1
 
     def register(self, block_id: int, key: BlockHash) -> None:
         """Make a held, full and computed block findable under its hash.

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.detokenizer import StopStringWatcher, decode
@@ -192,15 +191,12 @@ class EngineCore:
 
     def _make_request(self, new: NewRequest, token_ids: list[int]) -> Request:
         params = cast(SamplingParams, new.params)
-        make_stop_watcher = None
+        stop_watcher = None
         if params.stop_strings:
             if self.tokenizer is None:
                 raise RequestError("The model comes without a tokenizer, so it has no text to stop at.", field="stop")
-            make_stop_watcher = partial(
-                StopStringWatcher,
-                self.tokenizer,
-                params.stop_strings,
-                include_stop=params.include_stop_str_in_output,
+            stop_watcher = StopStringWatcher(
+                self.tokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
             )
         for token_id in params.stop_token_ids:
             if token_id >= self.info.vocab_size:
@@ -215,7 +211,7 @@ class EngineCore:
             params,
             seed=derive_seed(self._seed, new.index) if params.seed is None else params.seed,
             eos_token_ids=self._eos_token_ids,
-            make_stop_watcher=make_stop_watcher,
+            stop_watcher=stop_watcher,
             salt=new.salt,
             lora=new.lora,
         )

@@ -4,6 +4,7 @@ Text is decoded once, when a request ends, unless it has stop strings: only thos
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ class IncrementalDecoder:
         self._window_start = 0
         self._next_window_start = 0
         self._shown = 0  # characters of the window's text that were returned
+
+    def fork(self) -> "IncrementalDecoder":
+        """A decoder that goes on from here by itself."""
+        twin = copy(self)
+        twin._ids = self._ids.copy()
+        return twin
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that became certain."""
@@ -61,6 +68,12 @@ class StopStringWatcher:
         self._include_stop = include_stop
         self._text = ""
         self.stopped_text: str | None = None
+
+    def fork(self) -> "StopStringWatcher":
+        """A watcher that has seen the same text, and goes on by itself."""
+        twin = copy(self)
+        twin._decoder = self._decoder.fork()
+        return twin
 
     def push(self, token_id: int, *, may_stop: bool) -> str | None:
         """Add a token and return the stop string that it completes, if any; `stopped_text` then has the cut text."""

@@ -50,6 +50,27 @@ class StepPlan(NamedTuple):
     moves: tuple[BlockMove, ...] = ()
 
 
+class PlanDraft:
+    """A plan in the making: rows and moves so far, and the tokens that are left of the step's budget."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows: list[PlanRow] = []
+        self.moves: list[BlockMove] = []
+
+    def add_row(self, sequence: Sequence, num_tokens: int) -> PlanRow:
+        """Plan the next `num_tokens` of a sequence; with the last of them, something is sampled."""
+        start = sequence.num_computed_tokens
+        samples = start + num_tokens == sequence.num_tokens and not sequence.request.pooler
+        row = PlanRow(sequence, start, num_tokens, sequence.num_continuations if samples else 0)
+        self.rows.append(row)
+        self.budget -= num_tokens
+        return row
+
+    def freeze(self) -> StepPlan:
+        return StepPlan(tuple(self.rows), sum(row.num_tokens for row in self.rows), tuple(self.moves))
+
+
 class Sampled(NamedTuple):
     """One token that was drawn, None where the logits were not numbers; logprobs where the request wants them."""
 

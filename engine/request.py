@@ -1,7 +1,6 @@
 """What the engine is asked, and the sequences that answer it."""
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.detokenizer import StopStringWatcher
@@ -28,7 +27,6 @@ class Request:
     """
 
     __slots__ = (
-        "_make_stop_watcher",
         "adapter",
         "eos_token_ids",
         "error",
@@ -54,7 +52,7 @@ class Request:
         *,
         seed: int,
         eos_token_ids: frozenset[int] = frozenset(),
-        make_stop_watcher: Callable[[], StopStringWatcher] | None = None,
+        stop_watcher: StopStringWatcher | None = None,
         salt: bytes = b"",
         lora: str | None = None,
     ) -> None:
@@ -72,9 +70,7 @@ class Request:
         self.error: RequestError | None = None
         self.pooler: Pooler | None = None
         self.token_types: tuple[int, ...] = ()
-        self._make_stop_watcher = make_stop_watcher
-        self.sequences: list[Sequence] = []
-        self.add_sequence()
+        self.sequences = [Sequence(self, 0, choice_seed(seed, 0), stop_watcher)]
 
     @classmethod
     def to_pool(
@@ -97,6 +93,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def num_continuations(self) -> int:
+        """How many sequences the prompt is continued by. A beam search begins with one, and forks as it goes."""
+        return 1 if self.params.beam_width else self.params.num_choices
+
+    @property
     def unfinished(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status is not SequenceStatus.FINISHED]
 
@@ -104,13 +105,12 @@ class Request:
     def finished(self) -> bool:
         return not self.unfinished
 
-    def add_sequence(self) -> Sequence:
-        """Begin the next continuation: the prompt, with nothing computed."""
+    def fork(self, parent: Sequence) -> Sequence:
+        """Begin the next continuation where `parent`, one of the sequences, has come to. It holds no blocks."""
         choice = len(self.sequences)
-        watcher = self._make_stop_watcher() if self._make_stop_watcher else None
-        sequence = Sequence(self, choice, choice_seed(self.seed, choice), watcher)
-        self.sequences.append(sequence)
-        return sequence
+        child = parent.fork(choice, choice_seed(self.seed, choice))
+        self.sequences.append(child)
+        return child
 
     def abort(self) -> None:
         for sequence in self.unfinished:

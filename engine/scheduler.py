@@ -5,49 +5,36 @@ A step, and what happens if it stops between two of its verbs:
     schedule()            execute(plan)             commit(plan, output)
     ├ running requests    ├ forward: KV into the    ├ num_computed_tokens advances
     │   grow, or preempt  │   blocks of the plan    ├ full blocks become findable
-    ├ waiting requests    └ sample                  ├ sampled tokens are appended
-    │   are admitted                                └ finished requests give back their blocks
-    └ blocks are reserved
+    ├ waiting requests    └ sample                  ├ continuations are forked off
+    │   are admitted                                ├ sampled tokens are appended
+    └ blocks are reserved                           └ finished requests give back their blocks
 
 `schedule` moves requests between the queues and reserves blocks, and nothing else: a plan that is never committed (the
 device was out of memory) leaves every request with the tokens it had, and scheduling again is all there is to do.
+
+Only a plan's moves are not planned again: the scheduler counts on each of them having happened. Whoever calls
+`schedule` carries them out, in their order, before the forward pass and before calling it again, whatever becomes of
+the rows. So at its place in that order every move finds in its source what was meant:
+
+- The source of a copy is freed in the same call, when its last holder is preempted, and handed out anew: what then
+  comes to be in it is put there by a later move, or by the forward pass.
+- The destination of a copy belongs to a row of the plan. Victims are younger than every row of the plan, and a
+  sequence reserves its blocks after the last victim was found, so nothing is moved for a victim or taken from a row.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 from itertools import islice
 
+from engine.admission import BlockForecast
 from engine.blocks import BlockHash, BlockPool
 from engine.config import SchedulerConfig
 from engine.errors import RequestError
 from engine.info import EngineStats
 from engine.lora import LoraCache
-from engine.plan import PlanRow, Sampled, StepOutput, StepPlan
+from engine.plan import BlockMove, MoveKind, PlanDraft, PlanRow, Sampled, StepOutput, StepPlan
 from engine.request import Request
 from engine.sequence import Sequence, SequenceStatus
-
-
-class OutputLengthEstimate:
-    """How much of its `max_tokens` a sequence will use: the share that finished ones used.
-
-    A moving average over about 16 sequences. It begins at 0.7, and every preemption takes it half of the way to 1,
-    since preemption shows that the estimate was too low.
-    """
-
-    def __init__(self) -> None:
-        self._share = 0.7
-
-    def remaining_tokens(self, sequence: Sequence) -> int:
-        """The predicted number of tokens still to come: at least one, but none where the prompt is only pooled."""
-        if sequence.request.pooler:
-            return 0
-        return max(1, int(self._share * sequence.request.max_tokens) - sequence.num_output_tokens)
-
-    def record_finish(self, sequence: Sequence) -> None:
-        self._share += (sequence.num_output_tokens / sequence.request.max_tokens - self._share) / 16
-
-    def record_preemption(self) -> None:
-        self._share = (self._share + 1) / 2
 
 
 class Scheduler:
@@ -63,7 +50,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission: the youngest stands last
         self._requests: dict[int, Request] = {}
-        self._estimate = OutputLengthEstimate()
+        self._forecast = BlockForecast(config.block_size)
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._preemptions = 0
 
     def add(self, request: Request) -> None:
@@ -120,32 +107,55 @@ class Scheduler:
         sequences come first; waiting ones are admitted only into a step in which nobody was preempted, so that what was
         freed is not given away at once.
         """
-        budget = self.config.max_num_batched_tokens if token_budget is None else token_budget
-        rows: list[PlanRow] = []
+        draft = PlanDraft(self.config.max_num_batched_tokens if token_budget is None else token_budget)
         preemptions_before = self._preemptions
-        position = 0
-        while position < len(self._running) and budget > 0:
-            sequence = self._running[position]
-            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            if not self._grow(sequence, num_tokens):
-                break  # it was the youngest, and preempted itself
-            rows.append(_row(sequence, num_tokens))
-            budget -= num_tokens
-            position += 1
+        self._continue_running(draft)
         if self._preemptions == preemptions_before:
-            self._admit(rows, budget)
-        return StepPlan(tuple(rows), sum(row.num_tokens for row in rows))
+            self._admit(draft)
+        # Nobody can go on but for the seats and blocks of parked sequences, which for their part wait for the others.
+        while not draft.rows and self._running:
+            self._preempt(self._running.pop())
+            self._admit(draft)
+        return draft.freeze()
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _continue_running(self, draft: PlanDraft) -> None:
+        position = 0
+        while position < len(self._running) and draft.budget > 0:
+            sequence = self._running[position]
+            position += 1
+            if sequence.parked:
+                continue
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, draft.budget)
+            if not self._grow(sequence, num_tokens, draft):
+                return  # it was the youngest, and preempted itself
+            draft.add_row(sequence, num_tokens)
+
+    def _grow(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Reserve blocks for the next tokens, preempting from the youngest on; False if that was `sequence` itself."""
-        missing = self._blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids)
-        while missing > self.pool.num_free:
+        missing = max(0, self._blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids))
+        # A victim may have been the other holder of a shared tail, so that this is asked again.
+        while missing + self._writes_shared_block(sequence) > self.pool.num_free:
             victim = self._running.pop()
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.block_ids += self.pool.allocate(max(0, missing))
+        if self._writes_shared_block(sequence):
+            self._copy_tail(sequence, draft)
+        sequence.block_ids += self.pool.allocate(missing)
         return True
+
+    def _writes_shared_block(self, sequence: Sequence) -> bool:
+        """Whether the next token goes into a block that a continuation with the same beginning holds as well."""
+        tail, filled = divmod(sequence.num_computed_tokens, self.config.block_size)
+        return filled > 0 and self.pool.is_shared(sequence.block_ids[tail])
+
+    def _copy_tail(self, sequence: Sequence, draft: PlanDraft) -> None:
+        tail = sequence.num_computed_tokens // self.config.block_size
+        shared = sequence.block_ids[tail]
+        (copy,) = self.pool.allocate(1)
+        draft.moves.append(BlockMove(MoveKind.COPY, shared, copy))
+        sequence.block_ids[tail] = copy
+        self.pool.release([shared])
 
     def _preempt(self, victim: Sequence) -> None:
         self._release_blocks(victim)
@@ -155,49 +165,54 @@ class Scheduler:
         victim.status = SequenceStatus.WAITING
         self._waiting.appendleft(victim)
         self._preemptions += 1
-        self._estimate.record_preemption()
+        self._forecast.record_preemption()
 
-    def _admit(self, rows: list[PlanRow], budget: int) -> None:
-        """Start waiting requests in order, while rows, tokens and predicted blocks last.
+    def _admit(self, draft: PlanDraft) -> None:
+        """Start waiting sequences in order, while seats, tokens and predicted blocks last.
+
+        A sequence takes the seats and blocks of all its continuations. One free seat is enough to start: continuations
+        that find none wait at the head of the queue, so that a request may have more of them than there are seats.
 
         One whose next block is being computed by another row of this same step is passed over: a step later it finds
-        that block in the cache. So is one whose adapter is not in memory. They keep their places in the queue.
+        that block in the cache. So is one that is parked, or whose adapter is not in memory. They keep their places in
+        the queue.
         """
-        if not self._waiting or len(self._running) == self.config.max_num_seqs:
+        free_seats = self.config.max_num_seqs - sum(sequence.num_continuations for sequence in self._running)
+        if not self._waiting or free_seats <= 0:
             return
-        in_progress = self._blocks_in_progress(rows)
+        in_progress = self._blocks_in_progress(draft.rows)
+        promised = sum(self._forecast.growth(sequence) for sequence in self._running)
         passed_over: list[Sequence] = []
-        promised = sum(self._predicted_growth(sequence) for sequence in self._running)
-        while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
-            sequence = self._waiting[0]
-            if self._adapters and not self._adapters.acquire(sequence.request):
-                passed_over.append(self._waiting.popleft())
+        num_soon_cached = 0
+        while self._waiting and draft.budget > 0 and free_seats > 0 and num_soon_cached < self.config.max_num_seqs:
+            sequence = self._waiting.popleft()
+            if not self._may_start(sequence):
+                passed_over.append(sequence)
                 continue
             hits, next_hash = self._match_prefix(sequence)
             if next_hash in in_progress:
-                passed_over.append(self._waiting.popleft())
-                if len(passed_over) == self.config.max_num_seqs:
-                    break
+                passed_over.append(sequence)
+                num_soon_cached += 1
                 continue
-            start = len(hits) * self.config.block_size
-            need = self._blocks_for(sequence.num_tokens + self._estimate.remaining_tokens(sequence)) - len(hits)
+            need = self._forecast.blocks(sequence, min(sequence.num_continuations, free_seats)) - len(hits)
             available = self.pool.num_free - self.pool.num_free_among(hits) - promised
             # With nobody running, everything is free: the pool holds any one sequence of max_model_len.
             if need > available and self._running:
+                passed_over.append(sequence)
                 break
-            self._waiting.popleft()
-            num_tokens = min(sequence.num_tokens - start, budget)
-            self._start(sequence, hits, num_tokens)
-            row = _row(sequence, num_tokens)
-            rows.append(row)
+            row = self._start(sequence, hits, draft)
             in_progress |= self._blocks_in_progress([row])
-            promised += self._predicted_growth(sequence)
-            budget -= num_tokens
+            promised += self._forecast.growth(sequence)
+            free_seats -= sequence.num_continuations
         self._waiting.extendleft(reversed(passed_over))
 
-    def _start(self, sequence: Sequence, hits: list[int], num_tokens: int) -> None:
+    def _may_start(self, sequence: Sequence) -> bool:
+        return not sequence.parked and (not self._adapters or self._adapters.acquire(sequence.request))
+
+    def _start(self, sequence: Sequence, hits: list[int], draft: PlanDraft) -> PlanRow:
         self.pool.acquire(hits)
         sequence.num_computed_tokens = len(hits) * self.config.block_size
+        num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, draft.budget)
         missing = self._blocks_for(sequence.num_computed_tokens + num_tokens) - len(hits)
         sequence.block_ids = hits + self.pool.allocate(missing)
         sequence.status = SequenceStatus.RUNNING
@@ -207,6 +222,7 @@ class Scheduler:
             request.num_cached_tokens = sequence.num_computed_tokens
             self._prompt_tokens += request.num_prompt_tokens
             self._cached_tokens += request.num_cached_tokens
+        return draft.add_row(sequence, num_tokens)
 
     def _match_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
         """The cached blocks that `sequence` begins with, and the hash of the first full block that is not among them.
@@ -233,49 +249,66 @@ class Scheduler:
                 filled.update(sequence.block_hashes(block_size, end)[first:])
         return filled
 
-    def _predicted_growth(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence will probably ask for before it ends."""
-        predicted = self._blocks_for(sequence.num_tokens + self._estimate.remaining_tokens(sequence))
-        return max(0, predicted - len(sequence.block_ids))
-
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Request]:
         """Enter the results of a step, and return the requests that it finished.
 
-        In this order: tokens count as computed; the blocks they filled become findable; the sampled token is
-        appended, or what was pooled is added, which may finish the sequence; finished sequences give back their
-        blocks, which stay findable.
+        In this order: tokens count as computed; the blocks they filled become findable; where several tokens were
+        sampled, the further continuations are forked off; the sampled tokens are appended, or what was pooled is added,
+        which may finish sequences; finished sequences give back their blocks, which stay findable.
         """
         sampled = iter(output.sampled)
         finished = []
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
+            draws = tuple(islice(sampled, row.num_samples))
+            if sequence.status is SequenceStatus.FINISHED:
+                continue  # an earlier row failed the request that is theirs together
             self._advance(sequence, row.num_tokens)
             if pooler := sequence.request.pooler:
                 pooler.add(output.pooled[index])
                 if sequence.num_computed_tokens == sequence.num_tokens:
                     sequence.finish("stop")
-            for token in islice(sampled, row.num_samples):
-                self._append(sequence, token)
-            if sequence.status is SequenceStatus.FINISHED:
-                if sequence.finish_reason != "error" and not sequence.request.pooler:
-                    self._estimate.record_finish(sequence)
-                if sequence.request.finished:
-                    finished.append(sequence.request)
+            self._append(sequence, draws)
+            if sequence.status is SequenceStatus.FINISHED and sequence.request.finished:
+                finished.append(sequence.request)
         self._retire(finished)
         self._steps += 1
         return finished
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
-        if sampled.token_id is None:
-            sequence.request.fail(_nan_logits(sequence))
-            return
-        self._generated_tokens += 1
-        if sampled.logprobs:
-            sequence.logprobs.append(sampled.logprobs)
-        sequence.append_token(sampled.token_id)
+    def _append(self, sequence: Sequence, draws: tuple[Sampled, ...]) -> None:
+        """Append what was drawn after `sequence`: the first to itself, each other to a continuation of its own."""
+        # All are forked off before the first token is appended, which may finish the parent.
+        continuations = [sequence, *(self._fork(sequence) for _ in draws[1:])]
+        for continuation, (token_id, logprobs) in zip(continuations, draws, strict=False):
+            if token_id is None:
+                sequence.request.fail(_nan_logits(continuation))
+                return
+            self._generated_tokens += 1
+            if logprobs:
+                continuation.logprobs.append(logprobs)
+            continuation.append_token(token_id)
+            if continuation.status is SequenceStatus.FINISHED:
+                self._forecast.record_finish(continuation)
+
+    def _fork(self, parent: Sequence) -> Sequence:
+        """Begin another continuation where `parent` has come to, and behind it and its siblings in the queue.
+
+        It shares the parent's blocks. If there is no seat for it, or the parent itself waits, it waits at the head of
+        the queue and holds no blocks, as if it had been preempted.
+        """
+        child = parent.request.fork(parent)
+        if parent.status is SequenceStatus.RUNNING and len(self._running) < self.config.max_num_seqs:
+            child.num_computed_tokens = parent.num_computed_tokens
+            child.block_ids = parent.block_ids[: self._blocks_for(parent.num_computed_tokens)]
+            child.status = SequenceStatus.RUNNING
+            self.pool.acquire(child.block_ids)
+            self._running.insert(_behind_siblings(child, self._running, self._running.index(parent)), child)
+        else:
+            self._waiting.insert(_behind_siblings(child, self._waiting, 0), child)
+        return child
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> None:
         block_size = self.config.block_size
@@ -332,10 +365,11 @@ class Scheduler:
             raise RuntimeError("scheduler: a waiting sequence holds blocks")
 
 
-def _row(sequence: Sequence, num_tokens: int) -> PlanRow:
-    start = sequence.num_computed_tokens
-    samples = start + num_tokens == sequence.num_tokens and not sequence.request.pooler
-    return PlanRow(sequence, start, num_tokens, num_samples=int(samples))
+def _behind_siblings(sequence: Sequence, queue: MutableSequence[Sequence], place: int) -> int:
+    """The first place in `queue`, from `place` on, where no sequence of the same request stands."""
+    while place < len(queue) and queue[place].request is sequence.request:
+        place += 1
+    return place
 
 
 def _nan_logits(sequence: Sequence) -> RequestError:

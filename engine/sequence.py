@@ -1,5 +1,6 @@
 """One continuation of a request on its way through the engine. The scheduler owns it and alone changes it."""
 
+from copy import copy
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,9 @@ class Sequence:
 
     `token_ids` is prompt and output together; `num_computed_tokens` of them are in the blocks of `block_ids`. What
     preemption throws away is only those two: the tokens, the seed and the stop-string state stay.
+
+    A `parked` sequence has been computed to its end and gets no token before its siblings are as far: there is nothing
+    to compute of it, and if its blocks are taken away they are not missed until it has its next token.
     """
 
     __slots__ = (
@@ -32,6 +36,7 @@ class Sequence:
         "finish_reason",
         "logprobs",
         "num_computed_tokens",
+        "parked",
         "request",
         "seed",
         "status",
@@ -49,6 +54,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.status = SequenceStatus.WAITING
+        self.parked = False
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []
@@ -65,6 +71,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.request.num_prompt_tokens :]
+
+    @property
+    def num_continuations(self) -> int:
+        """How many sequences are in this one: at the end of its prompt all the others are forked off the first."""
+        return 1 if self.num_output_tokens else self.request.num_continuations
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
@@ -90,6 +101,7 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """Add one sampled token, and finish if it was the last: by a stop token, a stop string, or the length."""
         self.token_ids.append(token_id)
+        self.parked = False
         request = self.request
         # Up to min_tokens the sampler chooses neither of the first two, see `banned_token_ids`. Text it cannot foresee.
         may_stop_at_text = self.num_output_tokens > request.params.min_tokens
@@ -101,6 +113,20 @@ class Sequence:
             self.finish("stop", stop_reason=stop)
         elif self.num_output_tokens >= request.max_tokens:
             self.finish("length")
+
+    def fork(self, choice: int, seed: int) -> "Sequence":
+        """Another continuation that has come as far as this one. It waits, and holds no blocks."""
+        child = copy(self)
+        child.choice = choice
+        child.seed = seed
+        child.token_ids = self.token_ids.copy()
+        child.logprobs = self.logprobs.copy()
+        child.stop_watcher = self.stop_watcher and self.stop_watcher.fork()
+        child.block_ids = []
+        child.num_computed_tokens = 0
+        child.status = SequenceStatus.WAITING
+        child._block_hashes = self._block_hashes.copy()
+        return child
 
     def finish(self, reason: FinishReason, *, stop_reason: int | str | None = None) -> None:
         self.status = SequenceStatus.FINISHED
