@@ -10,7 +10,6 @@ from engine.errors import ModelNotSupported
 from engine.loader.errors import ModelFileInvalid
 from engine.loader.json_file import read_json
 
-
 _NAMES_SHOWN = 5
 
 
