@@ -3,19 +3,22 @@
 `kernels.reference` defines what each operation means; an entry here may be faster, never different beyond rounding.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels import linear, reference, torch_attention
+from kernels import linear, reference, torch_attention, torch_moe
 from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, kv_bytes_per_token
 from kernels.linear import Linear
+from kernels.reference import Expert
 from kernels.torch_attention import AttentionPlan
 
 __all__ = [
     "AttentionBatch",
     "AttentionPlan",
+    "Expert",
     "KVCache",
     "Kernels",
     "LayerKV",
@@ -42,6 +45,14 @@ class _RotaryEmbedding(Protocol):
 
 class _ActivateAndMul(Protocol):
     def __call__(self, gate_up: Tensor) -> Tensor: ...
+
+
+class _ClampedSwiglu(Protocol):
+    def __call__(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
+
+
+class _MixtureOfExperts(Protocol):
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor: ...
 
 
 class _WriteKV(Protocol):
@@ -81,6 +92,8 @@ class Kernels(NamedTuple):
     silu_and_mul: _ActivateAndMul
     gelu_and_mul: _ActivateAndMul
     gelu_tanh_and_mul: _ActivateAndMul
+    clamped_swiglu: _ClampedSwiglu
+    mixture_of_experts: _MixtureOfExperts
     write_kv: _WriteKV
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
@@ -96,6 +109,8 @@ _TORCH = Kernels(
     silu_and_mul=reference.silu_and_mul,
     gelu_and_mul=reference.gelu_and_mul,
     gelu_tanh_and_mul=reference.gelu_tanh_and_mul,
+    clamped_swiglu=reference.clamped_swiglu,
+    mixture_of_experts=torch_moe.mixture_of_experts,
     write_kv=reference.write_kv,
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,

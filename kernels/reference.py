@@ -1,10 +1,15 @@
 """Plain torch: the definition of right for every operation. Other implementations are tested against this file."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.cache import AttentionBatch, KVCache, LayerKV
+
+Expert = Callable[[Tensor], Tensor]
+"""`[num_tokens, hidden_size]` to the same, row by row."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -74,6 +79,29 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Return `gelu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first; gelu by its tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return `gate * sigmoid(alpha * gate) * (up + 1)` of `[num_tokens, 2 * intermediate_size]`, gate first (gpt-oss).
+
+    Before that the gate is clamped from above to `limit`, and up from both sides.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def mixture_of_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
+    """Return for each token the sum of its experts' outputs by their weights, `[num_tokens, hidden_size]` in `x.dtype`.
+
+    expert_ids `[num_tokens, top_k]` int64, each token's distinct experts; weights `[num_tokens, top_k]` float32. Sums
+    are float32, in the order of the experts' numbers.
+    """
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for token, (chosen, shares) in enumerate(zip(expert_ids.tolist(), weights, strict=True)):
+        for index, expert in sorted(enumerate(chosen), key=lambda pair: pair[1]):
+            out[token] += shares[index] * experts[expert](x[token : token + 1])[0].float()
+    return out.to(x.dtype)
 
 
 def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
