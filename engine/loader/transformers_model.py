@@ -19,9 +19,9 @@ from engine.errors import ModelNotSupported
 from engine.loader.errors import ModelFileInvalid
 from engine.loader.json_file import read_json
 from engine.loader.sources import SafetensorsSource
-from engine.models.fallback import PAGED_ATTENTION, FallbackConfig, FallbackDecoder
-from engine.models.fallback_check import difference_to_eager, tolerated_difference
-from engine.models.fallback_probe import CannotPage, probe_attention
+from engine.models.fallback import PAGED_ATTENTION, CannotPage, FallbackConfig, FallbackDecoder
+from engine.models.fallback_check import check_against_eager
+from engine.models.fallback_probe import probe_attention
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Their frequencies depend on the longest position of a forward pass, so that sequences of one step change each other.
@@ -46,14 +46,9 @@ def load_transformers_model(
     model = _read_weights(folder, config, model_class, dtype or _own_dtype(folder, config)).to(device)
     try:
         decoder = _with_paged_attention(name, model)
+        check_against_eager(model, decoder)
     except CannotPage as error:
         raise ModelNotSupported(f"{folder}: {name} does not run: {error}.") from error
-    difference = difference_to_eager(model, decoder)
-    if not difference <= tolerated_difference(decoder.config.dtype):
-        raise ModelNotSupported(
-            f"{folder}: {name} does not run: with paged attention its logits differ from Transformers' own by "
-            f"{difference:.2g} of their spread."
-        )
     return decoder
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from engine.errors import ModelNotSupported
 from engine.models.adapters import Adapters
@@ -26,6 +25,10 @@ from kernels.ops import AttentionBatch, AttentionPlan, Kernels, KVCache, kernels
 
 # No mask function is registered under this name: then Transformers' models build no mask.
 PAGED_ATTENTION = "pagemill"
+
+
+class CannotPage(Exception):
+    """A model is none that paged attention can compute; the message says why, as half a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,15 @@ def attention_function(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    paged_step: Attention,
+    paged_step: Attention | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Serve Transformers' `AttentionInterface`: outputs and no weights."""
+    """Serve Transformers' `AttentionInterface`: outputs and no weights.
+
+    Raises `CannotPage` for a model that does not hand the keyword arguments of its forward pass on to its attention.
+    """
+    if paged_step is None:
+        raise CannotPage("its layers do not hand keyword arguments on to their attention")
     return paged_step.attend(module, query, key, value, attention_mask, options), None
 
 
@@ -131,9 +139,7 @@ class FallbackDecoder:
         `adapters`: Transformers' layers have no place where they could be added for some rows and not for others.
         """
         if adapters is not None:
-            raise ModelNotSupported(
-                f"{self.config.architecture} runs by Transformers' code: no LoRA adapters there."
-            )
+            raise ModelNotSupported(f"{self.config.architecture} runs by Transformers' code: no LoRA adapters there.")
         plans = {
             window: self._kernels.plan_attention(batch, kv, self.config.num_heads, window) for window in self._windows
         }
@@ -152,12 +158,27 @@ class FallbackDecoder:
         return logits[0].float()
 
 
+@dataclass(frozen=True, slots=True)
+class _BodyOutput:
+    """What models' heads look for in their body's output; all but the first may be None."""
+
+    last_hidden_state: Tensor
+    cache: None = None
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
 class _Passthrough(nn.Module):
     """Stands where a model's body was, and takes the embeddings it is given for the body's result."""
 
-    def forward(self, *_args: Any, inputs_embeds: Tensor, **_options: Any) -> MoeModelOutputWithPast:
-        # Of all outputs the one with the most fields: what a model's head does not use is None.
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_args: Any, inputs_embeds: Tensor, **_options: Any) -> _BodyOutput:
+        return _BodyOutput(last_hidden_state=inputs_embeds)
 
 
 def _head_only(model: PreTrainedModel) -> PreTrainedModel:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.models.fallback import PAGED_ATTENTION, FallbackDecoder
+from engine.models.fallback import PAGED_ATTENTION, CannotPage, FallbackDecoder
 from kernels.ops import AttentionBatch, allocate_kv_cache
 
 _FIRST, _SECOND, _CUT = 14, 11, 5  # lengths of the two prompts, and of the first's first chunk
@@ -18,8 +18,20 @@ _BLOCKS = ((3, 1), (4, 2))  # of the two prompts, none in order
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
-def difference_to_eager(model: PreTrainedModel, decoder: FallbackDecoder) -> float:
-    """Return how far `decoder`'s logits are from those of `model`, relative to their spread: 0 is equal, 1 unrelated.
+def check_against_eager(model: PreTrainedModel, decoder: FallbackDecoder) -> None:
+    """Raise `CannotPage` if `decoder`'s logits are not those of `model`, which it was made of, up to rounding."""
+    try:
+        difference = _difference(model, decoder)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+        raise CannotPage(f"computing two short prompts fails ({error})") from error
+    if not difference <= _TOLERANCE[decoder.config.dtype]:
+        raise CannotPage(
+            f"with paged attention its logits differ from Transformers' own by {difference:.2g} of their spread"
+        )
+
+
+def _difference(model: PreTrainedModel, decoder: FallbackDecoder) -> float:
+    """Return how far the logits are apart, relative to their spread: 0 is equal, about 1 unrelated.
 
     The worst chunk counts, and in a chunk its median token: one token may be routed to another expert by rounding.
     """
@@ -30,11 +42,6 @@ def difference_to_eager(model: PreTrainedModel, decoder: FallbackDecoder) -> flo
     paged = _paged_logits(decoder, first, second)
     wanted = (expected[0][:_CUT], expected[0][_CUT:], expected[1])
     return max(_relative(ours, theirs) for ours, theirs in zip(paged, wanted, strict=True))
-
-
-def tolerated_difference(dtype: torch.dtype) -> float:
-    """Return the difference that rounding explains."""
-    return _TOLERANCE[dtype]
 
 
 def _prompt(length: int, vocab_size: int, device: torch.device) -> Tensor:

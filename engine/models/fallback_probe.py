@@ -11,13 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from engine.models.fallback import PAGED_ATTENTION, AttentionLayer, attention_function
+from engine.models.fallback import PAGED_ATTENTION, AttentionLayer, CannotPage, attention_function
 
 _PROBE = "pagemill_probe"
-
-
-class CannotPage(Exception):
-    """A model's attention is none that paged attention computes; the message says why, as half a sentence."""
 
 
 class ProbedAttention(NamedTuple):
