@@ -41,6 +41,7 @@ class EngineStats:
         generated_tokens: Tokens sampled so far.
         steps: Forward passes so far.
         preemptions: How often a running request gave up its blocks to an older one.
+        lora_loads: Adapters read into memory so far; many more than there are adapters: max_loras is too small.
     """
 
     running: int = 0
@@ -52,6 +53,7 @@ class EngineStats:
     generated_tokens: int = 0
     steps: int = 0
     preemptions: int = 0
+    lora_loads: int = 0
 
     @property
     def kv_usage(self) -> float:

@@ -347,6 +347,7 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
             steps=self._steps,
             preemptions=self._preemptions,
+            lora_loads=self._adapters.num_loads if self._adapters else 0,
         )
 
     def check_integrity(self) -> None:
