@@ -7,6 +7,8 @@ query_start  0 ──────────────────► 3 ─�
 logits of          a7              b9          c4           the last token of each row that samples, once a sample
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from engine.plan import PlanRow, StepPlan
 from engine.seeds import choice_seed
+from engine.sequence import Sequence
+from engine.token_rules import LogitEdits, logit_edits
 from kernels.ops import AttentionBatch
 
 
@@ -24,7 +28,9 @@ class SamplingBatch(NamedTuple):
     Attributes:
         temperature, top_k, top_p, min_p: One number a row, as in `SamplingParams`; a top_k that is off is 0.
         seeds, positions: Int64. Position t of a row is the index, in prompt and output together, of the token sampled.
-        banned: Token ids that a row must not sample, for the rows that have any.
+        edits: What requests say of single tokens; None if none of them says anything.
+        num_logprobs: For the rows whose log-probabilities are wanted: how many of the likeliest beside the token's own.
+        num_candidates: For the rows of beam search: how many of the likeliest tokens are wanted.
     """
 
     temperature: list[float]
@@ -33,7 +39,9 @@ class SamplingBatch(NamedTuple):
     min_p: list[float]
     seeds: list[int]
     positions: list[int]
-    banned: dict[int, list[int]]
+    edits: LogitEdits | None = None
+    num_logprobs: Mapping[int, int] = MappingProxyType({})
+    num_candidates: Mapping[int, int] = MappingProxyType({})
 
 
 class StepBatch(NamedTuple):
@@ -80,7 +88,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBa
             context_lens=tuple(context_lengths.tolist()),
         ),
         logits_rows=on_device(np.repeat(query_start[1:] - 1, num_samples)),
-        sampling=_sampling_batch(plan.rows),
+        sampling=_sampling_batch(plan.rows, device),
     )
 
 
@@ -92,11 +100,10 @@ def _block_tables(rows: tuple[PlanRow, ...]) -> np.ndarray:
     return tables
 
 
-def _sampling_batch(rows: tuple[PlanRow, ...]) -> SamplingBatch:
+def _sampling_batch(rows: tuple[PlanRow, ...], device: torch.device) -> SamplingBatch:
     draws = [(row.sequence, seed) for row in rows for seed in _seeds(row)]
     sequences = [sequence for sequence, _ in draws]
     params = [sequence.request.params for sequence in sequences]
-    banned = ((index, sequence.banned_token_ids) for index, sequence in enumerate(sequences))
     return SamplingBatch(
         temperature=[p.temperature for p in params],
         top_k=[max(p.top_k, 0) for p in params],
@@ -104,7 +111,9 @@ def _sampling_batch(rows: tuple[PlanRow, ...]) -> SamplingBatch:
         min_p=[p.min_p for p in params],
         seeds=[seed for _, seed in draws],
         positions=[sequence.num_tokens for sequence in sequences],
-        banned={index: sorted(token_ids) for index, token_ids in banned if token_ids},
+        edits=logit_edits(sequences, device),
+        num_logprobs={index: p.num_logprobs for index, p in enumerate(params) if p.num_logprobs is not None},
+        num_candidates={index: _num_candidates(s) for index, s in enumerate(sequences) if s.request.params.beam_width},
     )
 
 
@@ -113,3 +122,10 @@ def _seeds(row: PlanRow) -> list[int]:
     if row.num_samples == 1:
         return [row.sequence.seed]
     return [choice_seed(row.sequence.request.seed, choice) for choice in range(row.num_samples)]
+
+
+def _num_candidates(sequence: Sequence) -> int:
+    """As Transformers: so many that, if all that can end a beam are among them, `beam_width` others are as well."""
+    params = sequence.request.params
+    num_ends = len(sequence.request.eos_token_ids | frozenset(params.stop_token_ids))
+    return max(2, 1 + num_ends) * (params.beam_width or 0)

@@ -19,6 +19,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.seeds import derive_seed
 from engine.sequence import Sequence
+from engine.token_rules import encode_bad_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -198,12 +199,7 @@ class EngineCore:
             stop_watcher = StopStringWatcher(
                 self.tokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
             )
-        for token_id in params.stop_token_ids:
-            if token_id >= self.info.vocab_size:
-                raise RequestError(
-                    f"Token id {token_id} is outside the model's vocabulary of {self.info.vocab_size}.",
-                    field="stop_token_ids",
-                )
+        params.check_vocabulary(self.info.vocab_size)
         self._check_adapter(new.lora)
         return Request(
             new.index,
@@ -212,9 +208,17 @@ class EngineCore:
             seed=derive_seed(self._seed, new.index) if params.seed is None else params.seed,
             eos_token_ids=self._eos_token_ids,
             stop_watcher=stop_watcher,
+            bad_words=self._encode_bad_words(params),
             salt=new.salt,
             lora=new.lora,
         )
+
+    def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise RequestError("The model comes without a tokenizer, so it knows no words.", field="bad_words")
+        return encode_bad_words(self.tokenizer, params.bad_words)
 
     def _check_adapter(self, name: str | None) -> None:
         if name is None:

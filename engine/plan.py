@@ -72,10 +72,19 @@ class PlanDraft:
 
 
 class Sampled(NamedTuple):
-    """One token that was drawn, None where the logits were not numbers; logprobs where the request wants them."""
+    """One token that was drawn.
+
+    Attributes:
+        token_id: None where there is none, because the logits were not numbers or every token was ruled out.
+        all_ruled_out: Which of the two it was.
+        logprobs: Where the request wants them.
+        candidates: For a row of beam search: the likeliest tokens and their log-probabilities, the likeliest first.
+    """
 
     token_id: int | None
+    all_ruled_out: bool = False
     logprobs: TokenLogprobs | None = None
+    candidates: tuple[tuple[int, float], ...] = ()
 
 
 class StepOutput(NamedTuple):

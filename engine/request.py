@@ -10,6 +10,7 @@ from engine.pooling import Pooler
 from engine.sampling_params import SamplingParams
 from engine.seeds import choice_seed
 from engine.sequence import Sequence, SequenceStatus
+from engine.token_rules import token_rules
 
 if TYPE_CHECKING:
     from engine.lora import LoraAdapter
@@ -41,6 +42,7 @@ class Request:
         "salt",
         "seed",
         "sequences",
+        "token_rules",
         "token_types",
     )
 
@@ -53,6 +55,7 @@ class Request:
         seed: int,
         eos_token_ids: frozenset[int] = frozenset(),
         stop_watcher: StopStringWatcher | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
         salt: bytes = b"",
         lora: str | None = None,
     ) -> None:
@@ -62,6 +65,7 @@ class Request:
         self.seed = seed
         self.max_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self.token_rules = token_rules(params, bad_words)
         self.salt = salt
         self.lora = lora
         self.adapter: LoraAdapter | None = None  # see engine.lora.LoraCache.acquire

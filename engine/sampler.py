@@ -1,24 +1,35 @@
 """From logits to tokens, in this order:
 
-    1  banned tokens       to -inf: what would end a request before its min_tokens
-    2  temperature         0: the likeliest token, of equals the one with the lowest id, and nothing of what follows
-    3  top_k               keep the k likeliest
-    4  top_p               of those, the likeliest that together reach p
-    5  min_p               of those, the ones at least min_p times as likely as the likeliest
-    6  Gumbel-max          add noise, take the largest: a draw from what was kept, in proportion
+    1  grammar             to -inf: what may not follow
+    2  biases              logit_bias is added
+    3  allowed tokens      to -inf: all others
+    4  penalties           repetition_penalty, then frequency_penalty and presence_penalty
+    5  banned tokens       to -inf: what would end a request before its min_tokens, and what would complete a bad word
+    6  temperature         0: the likeliest token, of equals the one with the lowest id, and nothing of what follows
+    7  top_k               keep the k likeliest
+    8  top_p               of those, the likeliest that together reach p
+    9  min_p               of those, the ones at least min_p times as likely as the likeliest
+    10 Gumbel-max          add noise, take the largest: a draw from what was kept, in proportion
 
-Stages 3 to 5 keep all tokens whose logits are equal to the last one kept, so that what is kept is a function of the
-logits and not of a sorting order. The noise of a token is a function of (seed, position, vocabulary id), so that a
-request draws the same whatever else is in the batch. Where a row's logits are not finite there is no token.
+Logprobs are of the logits before the first stage. Stages 7 to 9 keep all tokens whose logits are equal to the last one
+kept, so that what is kept is a function of the logits and not of a sorting order. The noise of a token is a function of
+(seed, position, vocabulary id), so that a request draws the same whatever else is in the batch. Where a row's logits
+are not finite, or every token is ruled out, there is no token.
+
+The rows of beam search do not draw: stages 1 to 5 are applied to their log-probabilities, as Transformers does, and the
+likeliest tokens are handed on.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from engine.batch import SamplingBatch
+from engine.logprobs import likeliest, token_logprobs
 from engine.plan import Sampled
+from engine.token_rules import apply_edits
 from kernels.ops import gumbel_noise
 
 # Nearly always the tokens that reach top_p are among so many; sorting the whole vocabulary is for the other rows.
@@ -30,20 +41,47 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Sampled, ...]:
 
     There is none for a row whose largest logit is NaN or infinite.
     """
-    for row, token_ids in batch.banned.items():
-        logits[row, token_ids] = -math.inf
+    rows_with_logprobs, beams = list(batch.num_logprobs), list(batch.num_candidates)
+    log_probs = torch.log_softmax(logits[rows_with_logprobs], dim=-1) if rows_with_logprobs else None
+    if beams:
+        logits[beams] = torch.log_softmax(logits[beams], dim=-1)
+    if batch.edits:
+        apply_edits(logits, batch.edits)
     best, tokens = logits.max(dim=-1)
     random_rows = [row for row, temperature in enumerate(batch.temperature) if temperature > 0]
     if random_rows:
         tokens[random_rows] = _sample_random(logits[random_rows] - best[random_rows, None], _select(batch, random_rows))
-    return tuple(
-        Sampled(token if finite else None)
-        for token, finite in zip(tokens.tolist(), torch.isfinite(best).tolist(), strict=True)
-    )
+    sampled = [
+        Sampled(token if math.isfinite(score) else None, all_ruled_out=score == -math.inf)
+        for token, score in zip(tokens.tolist(), best.tolist(), strict=True)
+    ]
+    if log_probs is not None:
+        _attach_logprobs(sampled, log_probs, batch.num_logprobs)
+    if beams:
+        _attach_candidates(sampled, logits[beams], batch.num_candidates)
+    return tuple(sampled)
+
+
+def _attach_logprobs(sampled: list[Sampled], log_probs: Tensor, num_logprobs: Mapping[int, int]) -> None:
+    """`log_probs` are those of the rows that `num_logprobs` names."""
+    # A row without a token is given up whole, so that it does not matter which one stands in for it here.
+    token_ids = [sampled[row].token_id or 0 for row in num_logprobs]
+    for row, logprobs in zip(
+        num_logprobs, token_logprobs(log_probs, token_ids, list(num_logprobs.values())), strict=True
+    ):
+        sampled[row] = sampled[row]._replace(logprobs=logprobs)
+
+
+def _attach_candidates(sampled: list[Sampled], scores: Tensor, num_candidates: Mapping[int, int]) -> None:
+    """`scores` are those of the rows that `num_candidates` names."""
+    values, token_ids = likeliest(scores, max(num_candidates.values()))
+    for (row, count), ids, logprobs in zip(num_candidates.items(), token_ids.tolist(), values.tolist(), strict=True):
+        candidates = tuple(zip(ids[:count], logprobs[:count], strict=True))
+        sampled[row] = sampled[row]._replace(candidates=candidates)
 
 
 def _sample_random(scores: Tensor, batch: SamplingBatch) -> Tensor:
-    """Stages 2 to 6 for rows of logits, each less its largest; returns token ids `[R]`."""
+    """Stages 6 to 10 for rows of logits, each less its largest; returns token ids `[R]`."""
 
     def on_device(values: list, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=scores.device)
@@ -104,5 +142,4 @@ def _select(batch: SamplingBatch, rows: list[int]) -> SamplingBatch:
         min_p=[batch.min_p[row] for row in rows],
         seeds=[batch.seeds[row] for row in rows],
         positions=[batch.positions[row] for row in rows],
-        banned={},
     )

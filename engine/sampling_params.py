@@ -182,6 +182,15 @@ class SamplingParams:
             if value != defaults[name] and not (name == "top_k" and value == -1) and not (name == "stop" and not value):
                 raise _invalid(name, value, "left out with beam_width")
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `RequestError` for a token id that a model with `vocab_size` tokens does not have."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(self, name) or ():
+                if token_id >= vocab_size:
+                    raise RequestError(
+                        f"{name}: token id {token_id} is outside the model's vocabulary of {vocab_size}.", field=name
+                    )
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whichever way it was given."""
@@ -190,6 +199,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest are wanted for each token; its own log-probability is, unless this is None.
+
+        Choosing between answers takes that as well.
+        """
+        return 0 if self.logprobs is None and self.num_choices > self.n else self.logprobs
 
     @property
     def num_choices(self) -> int:

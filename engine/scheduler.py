@@ -282,14 +282,14 @@ class Scheduler:
         """Append what was drawn after `sequence`: the first to itself, each other to a continuation of its own."""
         # All are forked off before the first token is appended, which may finish the parent.
         continuations = [sequence, *(self._fork(sequence) for _ in draws[1:])]
-        for continuation, (token_id, logprobs) in zip(continuations, draws, strict=False):
-            if token_id is None:
-                sequence.request.fail(_nan_logits(continuation))
+        for continuation, drawn in zip(continuations, draws, strict=False):
+            if drawn.token_id is None:
+                sequence.request.fail(_no_token(continuation, drawn))
                 return
             self._generated_tokens += 1
-            if logprobs:
-                continuation.logprobs.append(logprobs)
-            continuation.append_token(token_id)
+            if drawn.logprobs:
+                continuation.logprobs.append(drawn.logprobs)
+            continuation.append_token(drawn.token_id)
             if continuation.status is SequenceStatus.FINISHED:
                 self._forecast.record_finish(continuation)
 
@@ -373,7 +373,13 @@ def _behind_siblings(sequence: Sequence, queue: MutableSequence[Sequence], place
     return place
 
 
-def _nan_logits(sequence: Sequence) -> RequestError:
+def _no_token(sequence: Sequence, drawn: Sampled) -> RequestError:
+    if drawn.all_ruled_out:
+        return RequestError(
+            f"After {sequence.num_tokens} tokens, the request's own rules leave no token to generate.",
+            code="no_token_allowed",
+            hint="Rules that can meet so: structured_output, allowed_token_ids, min_tokens, bad_words.",
+        )
     return RequestError(
         f"The model's logits after {sequence.num_tokens} tokens are not numbers.",
         code="nan_logits",

@@ -8,6 +8,7 @@ from engine.blocks import BlockHash, block_hash, root_hash
 from engine.detokenizer import StopStringWatcher
 from engine.logprobs import TokenLogprobs
 from engine.outputs import FinishReason
+from engine.token_rules import TokenCounts
 
 if TYPE_CHECKING:
     from engine.request import Request
@@ -31,6 +32,7 @@ class Sequence:
 
     __slots__ = (
         "_block_hashes",
+        "_token_counts",
         "block_ids",
         "choice",
         "finish_reason",
@@ -59,6 +61,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []
         self._block_hashes: list[BlockHash] = []
+        self._token_counts = TokenCounts(request.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +79,12 @@ class Sequence:
     def num_continuations(self) -> int:
         """How many sequences are in this one: at the end of its prompt all the others are forked off the first."""
         return 1 if self.num_output_tokens else self.request.num_continuations
+
+    @property
+    def token_counts(self) -> TokenCounts:
+        """The different tokens so far, each counted once, whenever it is asked for next."""
+        self._token_counts.update(self.token_ids)
+        return self._token_counts
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
@@ -126,6 +135,7 @@ class Sequence:
         child.num_computed_tokens = 0
         child.status = SequenceStatus.WAITING
         child._block_hashes = self._block_hashes.copy()
+        child._token_counts = TokenCounts(self.request.num_prompt_tokens)
         return child
 
     def finish(self, reason: FinishReason, *, stop_reason: int | str | None = None) -> None:

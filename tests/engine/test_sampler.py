@@ -25,7 +25,6 @@ def sampling(rows, **columns):
         "min_p": [0.0] * rows,
         "seeds": list(range(rows)),
         "positions": [7] * rows,
-        "banned": {},
     }
     return SamplingBatch(**{**defaults, **columns})
 
@@ -89,7 +88,7 @@ def test_a_row_keeps_its_own_parameters_in_a_mixed_batch():
     )
     together = sample(logits.clone(), batch)
     for row in range(5):
-        alone = SamplingBatch(*[column[row : row + 1] for column in batch[:-1]], banned={})
+        alone = SamplingBatch(*[column[row : row + 1] for column in batch[:6]])
         assert sample(logits[row : row + 1].clone(), alone) == together[row : row + 1]
 
 
@@ -116,12 +115,6 @@ def test_draws_follow_the_softmax():
     expected = torch.softmax(logits / temperature, 0) * draws
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < 20.5, "0.1 % of fair samplers exceed this with 5 degrees of freedom"
-
-
-def test_banned_tokens_are_never_drawn_not_even_greedily():
-    logits = torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 2.0]])
-    assert sample(logits.clone(), sampling(2, temperature=[0.0, 0.0], banned={1: [0]})) == (0, 2)
-    assert sample(logits.clone(), sampling(2, top_k=[1, 1], banned={0: [0, 2]})) == (1, 0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
