@@ -4,14 +4,16 @@ import torch
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.encoder_build import assemble_encoder_engine
 from engine.errors import ConfigError
 from engine.info import EngineInfo
-from engine.loader import LoadedModel, load
+from engine.loader import LoadedEncoder, LoadedModel, load
 from engine.loader.peft import PeftLoader, adapter_targets
 from engine.lora import LoraCache
 from engine.machine import usable_cores
 from engine.memory import size_kv_pool
 from engine.models.decoder import Decoder
+from engine.pooling_intake import PoolingIntake, PoolingModel
 from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
@@ -43,6 +45,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
         model_impl=config.model_impl,
         trust_remote_code=config.trust_remote_code,
     )
+    if isinstance(loaded, LoadedEncoder):
+        return assemble_encoder_engine(config, loaded, device)
     return assemble_engine(config, loaded, device)
 
 
@@ -64,6 +68,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         vocab_size=loaded.config.vocab_size,
         num_kv_blocks=limits.num_kv_blocks,
         block_size=limits.block_size,
+        tasks=("generate", "embed"),
         revision=loaded.revision,
     )
     return EngineCore(
@@ -74,7 +79,21 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         eos_token_ids=loaded.eos_token_ids,
         seed=config.seed,
         adapters=adapters,
+        pooling=_pooling_intake(loaded, info),
     )
+
+
+def _pooling_intake(loaded: LoadedModel, info: EngineInfo) -> PoolingIntake:
+    defaults = loaded.pooling
+    model = PoolingModel(
+        task="embed",
+        size=loaded.config.hidden_size,
+        pooling=defaults.pooling,
+        normalize=defaults.normalize,
+        lowercase=defaults.lowercase,
+    )
+    max_length = min(info.max_model_len, defaults.max_length or info.max_model_len)
+    return PoolingIntake(model, loaded.tokenizer, vocab_size=info.vocab_size, max_length=max_length)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -111,6 +111,7 @@ class EngineCore:
                 self._undelivered.append(made)
                 continue
             try:
+                self._check_adapter(made.lora)
                 self.scheduler.add(made)
             except RequestError as error:
                 self._undelivered.append(PoolingOutput.rejected(made.index, error, made.prompt_token_ids))

@@ -67,7 +67,9 @@ class PoolingIntake:
         return [made[new.index] for new in news]
 
     def _request(self, new: NewRequest, pooler: Pooler, prompt: EncodedPrompt) -> Request:
-        return Request.to_pool(new.index, prompt.token_ids, pooler, token_types=prompt.token_types, salt=new.salt)
+        return Request.to_pool(
+            new.index, prompt.token_ids, pooler, token_types=prompt.token_types, salt=new.salt, lora=new.lora
+        )
 
     def _limit(self, new: NewRequest) -> int | None:
         limit = _params(new).truncate_prompt_tokens

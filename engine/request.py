@@ -85,9 +85,10 @@ class Request:
         *,
         token_types: tuple[int, ...] = (),
         salt: bytes = b"",
+        lora: str | None = None,
     ) -> "Request":
         """A request for one vector of its prompt; `token_types` empty: all 0."""
-        request = cls(index, prompt_token_ids, _POOLING_PARAMS, seed=0, salt=salt)
+        request = cls(index, prompt_token_ids, _POOLING_PARAMS, seed=0, salt=salt, lora=lora)
         request.pooler = pooler
         request.token_types = token_types
         return request

@@ -1,6 +1,6 @@
 """One step on the device: one forward pass, one sampling pass, no request touched."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -51,16 +51,7 @@ class Runner:
         Raises `OutOfMemory` if the step does not fit the device. Then nothing happened that counts: what was written
         to the KV cache lies beyond every request's `num_computed_tokens`.
         """
-        try:
-            return self._execute(plan)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            message = str(error)
-        # Only here, outside of the handler, are the step's tensors gone: the exception's traceback held them.
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        raise OutOfMemory(f"A step of {plan.num_tokens} tokens does not fit the memory: {message}")
+        return execute_within_memory(self._execute, plan, self._device)
 
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> StepOutput:
@@ -71,6 +62,22 @@ class Runner:
         if batch.logits_rows.numel() == 0:
             return StepOutput((), pooled=pooled)
         return StepOutput(sample(self._model.logits(hidden[batch.logits_rows]), batch.sampling), pooled=pooled)
+
+
+def execute_within_memory(
+    execute: Callable[[StepPlan], StepOutput], plan: StepPlan, device: torch.device
+) -> StepOutput:
+    """Return `execute(plan)`. Raises `OutOfMemory` for whichever way torch says it; the step's tensors are gone then."""
+    try:
+        return execute(plan)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        message = str(error)
+    # Only here, outside of the handler, are the step's tensors gone: the exception's traceback held them.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    raise OutOfMemory(f"A step of {plan.num_tokens} tokens does not fit the memory: {message}")
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

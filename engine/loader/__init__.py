@@ -10,19 +10,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from engine.config import ModelImpl
 from engine.errors import ModelNotSupported
 from engine.loader.assemble import assemble
+from engine.loader.encoder_config import is_encoder
+from engine.loader.encoder_loader import LoadedEncoder, load_encoder
 from engine.loader.eos import folder_eos_token_ids, gguf_eos_token_ids
 from engine.loader.errors import ModelFileInvalid
 from engine.loader.gguf_file import GgufFile
 from engine.loader.gguf_tokenizer import gguf_tokenizer
 from engine.loader.hf_config import read_hf_config
 from engine.loader.locate import locate_model
+from engine.loader.sentence_transformers import PoolingDefaults, read_pooling_defaults
 from engine.loader.sources import SafetensorsSource
 from engine.loader.transformers_model import load_transformers_model
 from engine.models.decoder import Decoder
 from engine.models.fallback import FallbackDecoder
 from engine.models.shape import ModelShape
 
-__all__ = ["LoadedModel", "ModelFileInvalid", "load"]
+__all__ = ["LoadedEncoder", "LoadedModel", "ModelFileInvalid", "load"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -32,13 +35,15 @@ class LoadedModel:
     """A model in memory.
 
     `tokenizer` is None for a folder without tokenizer files, which serves token ids only. `revision` is the commit of
-    the hub's repository that the files are, or None for local files.
+    the hub's repository that the files are, or None for local files. `pooling` is how an embedding is made unless a
+    request says otherwise.
     """
 
     config: ModelShape
     decoder: Decoder | FallbackDecoder
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: frozenset[int]
+    pooling: PoolingDefaults
     revision: str | None = None
 
 
@@ -49,7 +54,7 @@ def load(
     device: torch.device,
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
-) -> LoadedModel:
+) -> LoadedModel | LoadedEncoder:
     """Load `demo`, a folder, a .gguf file or a hub id; `dtype` None keeps the checkpoint's own (bfloat16 for GGUF).
 
     `model_impl` and `trust_remote_code` are those of `EngineConfig`: the latter allows Python files that come with the
@@ -57,6 +62,9 @@ def load(
     Raises ModelNotFound, ModelNotSupported or ModelFileInvalid.
     """
     path, revision = locate_model(model, with_code=trust_remote_code)
+    if path.is_dir() and is_encoder(path) and model_impl != "transformers":
+        encoder = load_encoder(path, _folder_tokenizer(path, trust_remote_code), dtype, device)
+        return dataclasses.replace(encoder, revision=revision)
     if path.is_dir():
         loaded = _load_folder(path, dtype, device, model_impl, trust_remote_code)
     elif model_impl == "transformers":
@@ -71,7 +79,13 @@ def _load_folder(
 ) -> LoadedModel:
     tokenizer = _folder_tokenizer(folder, trust_remote_code)
     decoder = _folder_decoder(folder, dtype, device, model_impl, trust_remote_code)
-    return LoadedModel(decoder.config, decoder, tokenizer, folder_eos_token_ids(folder, tokenizer))
+    return LoadedModel(
+        decoder.config,
+        decoder,
+        tokenizer,
+        folder_eos_token_ids(folder, tokenizer),
+        read_pooling_defaults(folder, otherwise="last"),
+    )
 
 
 def _folder_decoder(
@@ -95,7 +109,7 @@ def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> L
     config = dataclasses.replace(config, dtype=dtype or config.dtype)
     tokenizer = gguf_tokenizer(file)
     decoder = assemble(config, family, file, device)
-    return LoadedModel(config, decoder, tokenizer, gguf_eos_token_ids(file, tokenizer))
+    return LoadedModel(config, decoder, tokenizer, gguf_eos_token_ids(file, tokenizer), PoolingDefaults("last"))
 
 
 def _folder_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
