@@ -171,12 +171,14 @@ def _no_progress_bars() -> Iterator[None]:
 def _with_paged_attention(name: str, model: PreTrainedModel) -> FallbackDecoder:
     try:
         longest, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
+        hidden_size = model.config.hidden_size
     except AttributeError as error:
-        raise CannotPage(f"its configuration does not say how long a context may be ({error})") from error
+        raise CannotPage(f"its configuration does not say how large it is ({error})") from error
     probed = probe_attention(model, longest)
     config = FallbackConfig(
         architecture=name,
         vocab_size=vocab_size,
+        hidden_size=hidden_size,
         max_position_embeddings=longest,
         num_layers=len(probed.layers),
         num_heads=probed.num_heads,

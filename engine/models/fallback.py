@@ -37,6 +37,7 @@ class FallbackConfig:
 
     architecture: str
     vocab_size: int
+    hidden_size: int
     max_position_embeddings: int
     num_layers: int
     num_heads: int

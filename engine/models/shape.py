@@ -15,6 +15,9 @@ class ModelShape(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int: ...
+
+    @property
     def max_position_embeddings(self) -> int: ...
 
     @property
