@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, cast
 
-from engine.detokenizer import StopStringWatcher, decode
+from engine.answers import AnswerWriter
+from engine.detokenizer import StopStringWatcher
 from engine.errors import OutOfMemory, RequestError
 from engine.info import EngineInfo, EngineStats
 from engine.lora import LoraCache
@@ -18,7 +19,6 @@ from engine.prompts import Prompt, PromptEncoder
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.seeds import derive_seed
-from engine.sequence import Sequence
 from engine.token_rules import encode_bad_words
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self._runner = runner
+        self._answers = AnswerWriter(tokenizer)
         self._encoder = PromptEncoder(tokenizer, info.vocab_size)
         self._pooling = pooling
         self._eos_token_ids = eos_token_ids
@@ -198,7 +199,10 @@ class EngineCore:
             if self.tokenizer is None:
                 raise RequestError("The model comes without a tokenizer, so it has no text to stop at.", field="stop")
             stop_watcher = StopStringWatcher(
-                self.tokenizer, params.stop_strings, include_stop=params.include_stop_str_in_output
+                self.tokenizer,
+                params.stop_strings,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
             )
         params.check_vocabulary(self.info.vocab_size)
         self._check_adapter(new.lora)
@@ -237,33 +241,7 @@ class EngineCore:
     def _output(self, request: Request) -> EngineOutput:
         if request.pooler:
             return pooling_output(request)
-        return RequestOutput(
-            index=request.index,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=tuple(self._completion(sequence) for sequence in request.sequences),
-            num_cached_tokens=request.num_cached_tokens or 0,
-            error=request.error,
-        )
-
-    def _completion(self, sequence: Sequence) -> CompletionOutput:
-        assert sequence.finish_reason is not None
-        return CompletionOutput(
-            index=sequence.choice,
-            text=self._text(sequence),
-            token_ids=tuple(sequence.output_token_ids),
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-        )
-
-    def _text(self, sequence: Sequence) -> str:
-        if self.tokenizer is None:
-            return ""
-        if sequence.stop_watcher and sequence.stop_watcher.stopped_text is not None:
-            return sequence.stop_watcher.stopped_text
-        token_ids = sequence.output_token_ids
-        if sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output:
-            token_ids.pop()
-        return decode(self.tokenizer, token_ids)
+        return self._answers.output(request)
 
 
 def _generates_nothing(info: EngineInfo) -> RequestError:

@@ -26,8 +26,9 @@ class IncrementalDecoder:
     decoder takes back valid characters just before them; those were returned here.)
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
         self._window_start = 0
         self._next_window_start = 0
@@ -42,15 +43,19 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """Add a token and return the text that became certain."""
         self._ids.append(token_id)
-        text = decode(self._tokenizer, self._ids[self._window_start :])
+        text = self._window_text()
         certain = text.rstrip(_REPLACEMENT)
         new = certain[self._shown :]
         self._shown = max(self._shown, len(certain))
         # Slide only between two characters, so that the next window begins with a whole one.
         if new and certain == text and len(self._ids) - self._next_window_start >= _WINDOW:
             self._window_start, self._next_window_start = self._next_window_start, len(self._ids)
-            self._shown = len(decode(self._tokenizer, self._ids[self._window_start :]))
+            self._shown = len(self._window_text())
         return new
+
+    def _window_text(self) -> str:
+        ids = self._ids[self._window_start :]
+        return decode(self._tokenizer, ids, skip_special_tokens=self._skip_special_tokens)
 
 
 class StopStringWatcher:
@@ -61,9 +66,14 @@ class StopStringWatcher:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", stop_strings: Sequence[str], *, include_stop: bool
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        stop_strings: Sequence[str],
+        *,
+        include_stop: bool,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer)
+        self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stop_strings = stop_strings
         self._include_stop = include_stop
         self._text = ""
@@ -93,5 +103,5 @@ class StopStringWatcher:
         return stop
 
 
-def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

@@ -288,8 +288,12 @@ class Scheduler:
                 return
             self._generated_tokens += 1
             if drawn.logprobs:
-                continuation.logprobs.append(drawn.logprobs)
-            continuation.append_token(drawn.token_id)
+                continuation.add_logprobs(drawn.logprobs)
+            try:
+                continuation.append_token(drawn.token_id)
+            except RequestError as error:
+                sequence.request.fail(error)
+                return
             if continuation.status is SequenceStatus.FINISHED:
                 self._forecast.record_finish(continuation)
 

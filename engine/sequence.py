@@ -11,6 +11,7 @@ from engine.outputs import FinishReason
 from engine.token_rules import TokenCounts
 
 if TYPE_CHECKING:
+    from engine.grammar import GrammarMatcher
     from engine.request import Request
 
 
@@ -35,8 +36,10 @@ class Sequence:
         "_token_counts",
         "block_ids",
         "choice",
+        "cumulative_logprob",
         "finish_reason",
         "logprobs",
+        "matcher",
         "num_computed_tokens",
         "parked",
         "request",
@@ -52,6 +55,7 @@ class Sequence:
         self.choice = choice
         self.seed = seed
         self.stop_watcher = stop_watcher
+        self.matcher: GrammarMatcher | None = None  # of a request with structured output, once it is compiled
         self.token_ids = list(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
@@ -60,6 +64,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []
+        self.cumulative_logprob = 0.0  # of the output, where anybody wants to know it
         self._block_hashes: list[BlockHash] = []
         self._token_counts = TokenCounts(request.num_prompt_tokens)
 
@@ -88,9 +93,12 @@ class Sequence:
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
-        """Tokens that must not be sampled now: those that would end the sequence before `min_tokens`."""
+        """Tokens that must not be sampled now: those that would end the sequence before `min_tokens`.
+
+        None where the grammar allows nothing else.
+        """
         params = self.request.params
-        if self.num_output_tokens >= params.min_tokens:
+        if self.num_output_tokens >= params.min_tokens or (self.matcher and self.matcher.finished):
             return frozenset()
         return self.request.eos_token_ids | frozenset(params.stop_token_ids)
 
@@ -107,10 +115,20 @@ class Sequence:
         adapter = self.request.adapter
         return root_hash(self.request.salt, adapter.revision if adapter else b"")
 
+    def add_logprobs(self, logprobs: TokenLogprobs) -> None:
+        """Note what is known of the token that is appended next."""
+        self.logprobs.append(logprobs)
+        self.cumulative_logprob += logprobs.logprob
+
     def append_token(self, token_id: int) -> None:
-        """Add one sampled token, and finish if it was the last: by a stop token, a stop string, or the length."""
+        """Add one sampled token, and finish if it was the last: by a stop token, a stop string, or the length.
+
+        Raises `RequestError` if the grammar cannot take the token, see `GrammarMatcher.consume`.
+        """
         self.token_ids.append(token_id)
         self.parked = False
+        if self.matcher:
+            self.matcher.consume(token_id)
         request = self.request
         # Up to min_tokens the sampler chooses neither of the first two, see `banned_token_ids`. Text it cannot foresee.
         may_stop_at_text = self.num_output_tokens > request.params.min_tokens
@@ -131,6 +149,7 @@ class Sequence:
         child.token_ids = self.token_ids.copy()
         child.logprobs = self.logprobs.copy()
         child.stop_watcher = self.stop_watcher and self.stop_watcher.fork()
+        child.matcher = self.matcher and self.matcher.fork()
         child.block_ids = []
         child.num_computed_tokens = 0
         child.status = SequenceStatus.WAITING

@@ -152,8 +152,8 @@ def _edit(parts: list, device: torch.device) -> Edit | None:
         return None
     rows = np.repeat([part[0] for part in parts], [len(part[1]) for part in parts])
     token_ids, *values = (np.concatenate(column) for column in list(zip(*parts, strict=True))[1:])
-    rows, token_ids, *values = (torch.from_numpy(array).to(device) for array in (rows, token_ids, *values))
-    return Edit(rows, token_ids, tuple(values))
+    on_device = [torch.from_numpy(array).to(device) for array in (rows, token_ids, *values)]
+    return Edit(on_device[0], on_device[1], tuple(on_device[2:]))
 
 
 def apply_edits(logits: Tensor, edits: LogitEdits) -> None:
