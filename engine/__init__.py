@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDied, EngineError, ModelNotFound, ModelNotSupported, RequestError
 from engine.info import EngineInfo, EngineStats
-from engine.outputs import CompletionOutput, RequestOutput
+from engine.outputs import CompletionOutput, PoolingOutput, RequestOutput, ScoreOutput
+from engine.pooling_params import PoolingParams
+from engine.pooling_prompts import TextPair
 from engine.process import EngineProcess
 from engine.sampling_params import SamplingParams
 
@@ -31,9 +33,13 @@ __all__ = [
     "EngineStats",
     "ModelNotFound",
     "ModelNotSupported",
+    "PoolingOutput",
+    "PoolingParams",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
+    "TextPair",
 ]
 
 

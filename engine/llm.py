@@ -4,20 +4,26 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice, repeat
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.info import EngineInfo, EngineStats
 from engine.messages import NewRequest
-from engine.outputs import RequestOutput
+from engine.outputs import EngineOutput, PoolingOutput, RequestOutput, ScoreOutput
+from engine.pooling_params import PoolingParams
+from engine.pooling_prompts import PoolingPrompt, TextPair
 from engine.prompts import Message, Prompt
 from engine.sampling_params import SamplingParams
+from engine.scoring import cosine_scores, head_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _DEFAULT_PARAMS = SamplingParams()
+_DEFAULT_POOLING = PoolingParams()
+_DEFAULT_SCORING = PoolingParams(task="score")
+_Params: TypeAlias = SamplingParams | PoolingParams
 # Requests in the engine, beyond those that run: enough that a long answer at the head of the order does not drain the
 # batch behind it, few enough that a file of any length needs no more memory than a short one.
 _WINDOW_BATCHES = 4
@@ -33,7 +39,7 @@ class LLM:
         self._core = build_engine(EngineConfig(model, **options))
         self._indices = count()
         # Of the requests in the engine that somebody waits for: the answer, or None as long as there is none.
-        self._answers: dict[int, RequestOutput | None] = {}
+        self._answers: dict[int, EngineOutput | None] = {}
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -82,15 +88,7 @@ class LLM:
 
         A prompt that cannot be served yields an output with `error` set, and the others go on.
         """
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if not isinstance(prompts, Sequence):
-            return self._run(prompts, params, lora)
-        if isinstance(params, Sequence) and len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
-        if isinstance(lora, Sequence) and not isinstance(lora, str) and len(lora) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(lora)} adapters")
-        return list(self._run(prompts, params, lora))
+        return cast(list[RequestOutput] | Iterator[RequestOutput], self._answer(prompts, params, lora))
 
     def chat(
         self,
@@ -107,13 +105,80 @@ class LLM:
             return self.generate([cast(Sequence[Message], conversations)], params, lora=lora)
         return self.generate(cast(Sequence[Sequence[Message]], conversations), params, lora=lora)
 
+    @overload
+    def embed(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: PoolingParams | Iterable[PoolingParams] = ...,
+        *,
+        lora: str | Iterable[str | None] | None = ...,
+    ) -> list[PoolingOutput]: ...
+
+    @overload
+    def embed(
+        self,
+        prompts: Iterator[Prompt],
+        params: PoolingParams | Iterable[PoolingParams] = ...,
+        *,
+        lora: str | Iterable[str | None] | None = ...,
+    ) -> Iterator[PoolingOutput]: ...
+
+    def embed(
+        self,
+        prompts: str | Sequence[Prompt] | Iterator[Prompt],
+        params: PoolingParams | Iterable[PoolingParams] = _DEFAULT_POOLING,
+        *,
+        lora: str | Iterable[str | None] | None = None,
+    ) -> list[PoolingOutput] | Iterator[PoolingOutput]:
+        """Give the vector of each prompt, in order, by an embedding model or a decoder.
+
+        Prompts, errors, lists, iterators and `lora` are as for `generate`.
+        """
+        return cast(list[PoolingOutput] | Iterator[PoolingOutput], self._answer(prompts, params, lora))
+
+    def score(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], params: PoolingParams | None = None
+    ) -> list[ScoreOutput]:
+        """Say how well each query goes with its document: two lists of one length, or one query with every document.
+
+        A cross-encoder reads both texts at once, and `params` are of the task `score`. Any other model embeds each
+        text once, the score is the cosine of two vectors, and `params` are of the task `embed`.
+        """
+        documents = [documents] if isinstance(documents, str) else documents
+        queries = [queries] * len(documents) if isinstance(queries, str) else queries
+        if len(queries) != len(documents):
+            raise ValueError(f"{len(queries)} queries, but {len(documents)} documents")
+        pairs = list(zip(queries, documents, strict=True))
+        if "score" in self.info.tasks:
+            prompts = [TextPair(*pair) for pair in pairs]
+            outputs = self._answer(prompts, params or _DEFAULT_SCORING, None)
+            return head_scores(cast(list[PoolingOutput], outputs))
+        texts = list(dict.fromkeys([*queries, *documents]))
+        return cosine_scores(pairs, dict(zip(texts, self.embed(texts, params or _DEFAULT_POOLING), strict=True)))
+
+    def _answer(
+        self,
+        prompts: str | Sequence[PoolingPrompt] | Iterator[PoolingPrompt],
+        params: _Params | Iterable[_Params],
+        lora: str | Iterable[str | None] | None,
+    ) -> list[EngineOutput] | Iterator[EngineOutput]:
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, Sequence):
+            return self._run(prompts, params, lora)
+        if isinstance(params, Sequence) and len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(params)} parameters")
+        if isinstance(lora, Sequence) and not isinstance(lora, str) and len(lora) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(lora)} adapters")
+        return list(self._run(prompts, params, lora))
+
     def _run(
         self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams],
+        prompts: Iterable[PoolingPrompt],
+        params: _Params | Iterable[_Params],
         lora: str | Iterable[str | None] | None,
-    ) -> Iterator[RequestOutput]:
-        if isinstance(params, SamplingParams):
+    ) -> Iterator[EngineOutput]:
+        if isinstance(params, SamplingParams | PoolingParams):
             pairs = zip(prompts, repeat(params), strict=False)
         else:
             pairs = zip(prompts, params, strict=True)
@@ -141,7 +206,7 @@ class LLM:
                 self._core.abort(index)
                 del self._answers[index]
 
-    def _wait_for(self, index: int) -> RequestOutput:
+    def _wait_for(self, index: int) -> EngineOutput:
         while (answer := self._answers[index]) is None:
             for output in self._core.step():
                 # What an abandoned iterator left behind has no place here any more.

@@ -9,7 +9,7 @@ runs         └─ 2 x 3 ──┘  └─ 1 x 5 ┘    attention's batches
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -94,7 +94,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 # By the names that config.json files use.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
