@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.grammar import GrammarMask
 from engine.plan import PlanRow, StepPlan
 from engine.seeds import choice_seed
 from engine.sequence import Sequence
@@ -28,6 +29,7 @@ class SamplingBatch(NamedTuple):
     Attributes:
         temperature, top_k, top_p, min_p: One number a row, as in `SamplingParams`; a top_k that is off is 0.
         seeds, positions: Int64. Position t of a row is the index, in prompt and output together, of the token sampled.
+        grammar: What may follow, in the rows with structured output; None if there are none.
         edits: What requests say of single tokens; None if none of them says anything.
         num_logprobs: For the rows whose log-probabilities are wanted: how many of the likeliest beside the token's own.
         num_candidates: For the rows of beam search: how many of the likeliest tokens are wanted.
@@ -39,6 +41,7 @@ class SamplingBatch(NamedTuple):
     min_p: list[float]
     seeds: list[int]
     positions: list[int]
+    grammar: GrammarMask | None = None
     edits: LogitEdits | None = None
     num_logprobs: Mapping[int, int] = MappingProxyType({})
     num_candidates: Mapping[int, int] = MappingProxyType({})

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from engine.answers import AnswerWriter
 from engine.detokenizer import StopStringWatcher
 from engine.errors import OutOfMemory, RequestError
+from engine.grammar import GrammarCompiler
+from engine.grammar_queue import GrammarQueue
 from engine.info import EngineInfo, EngineStats
 from engine.lora import LoraCache
 from engine.messages import NewRequest
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_ADAPTER_WAIT_S = 0.05
+# With nothing to run: messages may come in while an adapter is loaded or a grammar compiled.
+_LONGEST_WAIT_S = 0.05
 
 
 class StepRunner(Protocol):
@@ -85,6 +88,7 @@ class EngineCore:
         self._eos_token_ids = eos_token_ids
         self._seed = seed
         self._adapters = adapters
+        self._grammars = GrammarQueue(GrammarCompiler(tokenizer, info.vocab_size, eos_token_ids))
         self._budget = TokenBudget(info.max_num_batched_tokens)
         self._unencoded: deque[NewRequest] = deque()
         self._undelivered: list[EngineOutput] = []
@@ -96,7 +100,7 @@ class EngineCore:
     def _encode_some(self) -> None:
         """Keep a batch of requests ready to start. They are encoded a batch at a time, and no sooner than needed."""
         batch_size = self.info.max_num_seqs
-        if not self._unencoded or self.scheduler.num_waiting >= batch_size:
+        if not self._unencoded or self.scheduler.num_waiting + len(self._grammars) >= batch_size:
             return
         requests = [self._unencoded.popleft() for _ in range(min(batch_size, len(self._unencoded)))]
         self._take_in_to_pool([request for request in requests if isinstance(request.params, PoolingParams)])
@@ -128,13 +132,29 @@ class EngineCore:
                 self._undelivered.append(RequestOutput.rejected(request.index, token_ids))
                 continue
             try:
-                self.scheduler.add(self._make_request(request, token_ids))
+                made = self._make_request(request, token_ids)
+                if made.params.structured_output:
+                    self._grammars.add(made)
+                else:
+                    self.scheduler.add(made)
             except RequestError as error:
                 self._undelivered.append(RequestOutput.rejected(request.index, error, tuple(token_ids)))
+
+    def _take_in_with_grammar(self) -> None:
+        for request, error in self._grammars.take():
+            try:
+                if error:
+                    raise error
+                self.scheduler.add(request)
+            except RequestError as reason:
+                self._undelivered.append(RequestOutput.rejected(request.index, reason, request.prompt_token_ids))
 
     def abort(self, index: int) -> None:
         """End a request now; the next `step` returns what it has. Without effect if it has ended."""
         if request := self.scheduler.abort(index):
+            self._undelivered.append(self._output(request))
+        elif request := self._grammars.remove(index):
+            request.abort()
             self._undelivered.append(self._output(request))
         elif new := next((request for request in self._unencoded if request.index == index), None):
             self._unencoded.remove(new)
@@ -146,16 +166,17 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """Whether another `step` has something to do or to return."""
-        return self.scheduler.has_unfinished or bool(self._unencoded) or bool(self._undelivered)
+        return bool(self.scheduler.has_unfinished or self._unencoded or self._grammars or self._undelivered)
 
     def step(self) -> list[EngineOutput]:
         """Run one step, and return the requests that ended since the last."""
         self._encode_some()
+        self._take_in_with_grammar()
         self._take_adapters()
         plan = self.scheduler.schedule(self._budget.tokens)
         # Apart from the step itself, which may be given up and planned anew: the moves are not planned twice.
         self._runner.move_blocks(plan.moves)
-        finished = self._run(plan) if plan.rows else self._wait_for_adapters()
+        finished = self._run(plan) if plan.rows else self._wait()
         outputs = self._undelivered + [self._output(request) for request in finished]
         self._undelivered = []
         return outputs
@@ -173,10 +194,14 @@ class EngineCore:
             self.scheduler.fail(request, error)
             self._undelivered.append(self._output(request))
 
-    def _wait_for_adapters(self) -> list[Request]:
-        """With nothing else to do: wait until an adapter is loaded, but not for long, since there may be messages."""
-        if self._adapters:
-            self._adapters.wait(_ADAPTER_WAIT_S)
+    def _wait(self) -> list[Request]:
+        """With nothing else to do: wait until a grammar is compiled or an adapter loaded, but not for long."""
+        if self._undelivered:
+            return []
+        if self._grammars:
+            self._grammars.wait(_LONGEST_WAIT_S)
+        elif self._adapters:
+            self._adapters.wait(_LONGEST_WAIT_S)
         return []
 
     def _give_way(self, plan: StepPlan, error: OutOfMemory) -> list[Request]:
@@ -188,9 +213,9 @@ class EngineCore:
         return [largest]
 
     def stats(self) -> EngineStats:
-        """A snapshot; requests that are not encoded yet are waiting as well."""
+        """A snapshot; requests that are not encoded yet, or whose grammar is not compiled, are waiting as well."""
         stats = self.scheduler.stats()
-        return replace(stats, waiting=stats.waiting + len(self._unencoded))
+        return replace(stats, waiting=stats.waiting + len(self._grammars) + len(self._unencoded))
 
     def _make_request(self, new: NewRequest, token_ids: list[int]) -> Request:
         params = cast(SamplingParams, new.params)

@@ -64,7 +64,8 @@ class Request:
         self.params = params
         self.seed = seed
         self.max_tokens = sys.maxsize if params.max_tokens is None else params.max_tokens
-        self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        # A grammar ends with one of these, and allows nothing after it.
+        self.eos_token_ids = frozenset() if params.ignore_eos and not params.structured_output else eos_token_ids
         self.token_rules = token_rules(params, bad_words)
         self.salt = salt
         self.lora = lora

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.batch import build_batch
 from engine.errors import OutOfMemory
+from engine.grammar import GrammarMasks
 from engine.lora import step_adapters
 from engine.models.adapters import Adapters
 from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
@@ -38,6 +39,7 @@ class Runner:
         self._model = model
         self._kv = kv
         self._device = device
+        self._grammar_masks = GrammarMasks(device)
 
     def move_blocks(self, moves: Iterable[BlockMove]) -> None:
         """Carry out a plan's moves, in their order. Nothing is allocated, so that they never run out of memory."""
@@ -61,7 +63,10 @@ class Runner:
         pooled = pool_rows(hidden, plan.rows)
         if batch.logits_rows.numel() == 0:
             return StepOutput((), pooled=pooled)
-        return StepOutput(sample(self._model.logits(hidden[batch.logits_rows]), batch.sampling), pooled=pooled)
+        logits = self._model.logits(hidden[batch.logits_rows])
+        # Here, where a GPU has been given all of the forward pass and is busy with it.
+        sampling = batch.sampling._replace(grammar=self._grammar_masks.fill(plan.rows))
+        return StepOutput(sample(logits, sampling), pooled=pooled)
 
 
 def execute_within_memory(

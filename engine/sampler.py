@@ -30,6 +30,7 @@ from engine.batch import SamplingBatch
 from engine.logprobs import likeliest, token_logprobs
 from engine.plan import Sampled
 from engine.token_rules import apply_edits
+from kernels.bitmask import apply_token_bitmask
 from kernels.ops import gumbel_noise
 
 # Nearly always the tokens that reach top_p are among so many; sorting the whole vocabulary is for the other rows.
@@ -45,6 +46,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Sampled, ...]:
     log_probs = torch.log_softmax(logits[rows_with_logprobs], dim=-1) if rows_with_logprobs else None
     if beams:
         logits[beams] = torch.log_softmax(logits[beams], dim=-1)
+    if batch.grammar:
+        apply_token_bitmask(logits, batch.grammar.bitmask, batch.grammar.rows)
     if batch.edits:
         apply_edits(logits, batch.edits)
     best, tokens = logits.max(dim=-1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from engine.errors import RequestError
+from engine.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
@@ -14,7 +15,7 @@ MAX_LOGIT_BIASES = 1024
 
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 # Parameters that choose between a beam's tokens, or look at single tokens, where beam search looks at all.
-_WITHOUT_BEAMS = ("top_k", "top_p", "min_p", "best_of", "stop", "logprobs")
+_WITHOUT_BEAMS = ("top_k", "top_p", "min_p", "best_of", "stop", "logprobs", "structured_output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,8 @@ class SamplingParams:
         logprobs: Return each token's log-probability and those of so many of the likeliest, 0 to 20, all as the model
             gave them, before any of the rules above. None: nothing.
         prompt_logprobs: The same for the tokens of the prompt.
+        structured_output: What the answer has to match. Where nothing more may follow the answer ends, whatever
+            min_tokens and ignore_eos say; max_tokens and stop strings may end it before it is complete.
     """
 
     n: int = 1
@@ -86,6 +89,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -99,6 +103,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, at_least=0, at_most=MAX_LOGPROBS)
+        if not isinstance(self.structured_output, StructuredOutput | None):
+            raise _invalid("structured_output", self.structured_output, "a StructuredOutput")
         self._check_beams()
 
     def _check_choices(self) -> None:
