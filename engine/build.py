@@ -44,6 +44,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         device=device,
         model_impl=config.model_impl,
         trust_remote_code=config.trust_remote_code,
+        max_model_len=config.max_model_len,
     )
     if isinstance(loaded, LoadedEncoder):
         return assemble_encoder_engine(config, loaded, device)

@@ -54,11 +54,13 @@ def load(
     device: torch.device,
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
+    max_model_len: int | None = None,
 ) -> LoadedModel | LoadedEncoder:
     """Load `demo`, a folder, a .gguf file or a hub id; `dtype` None keeps the checkpoint's own (bfloat16 for GGUF).
 
     `model_impl` and `trust_remote_code` are those of `EngineConfig`: the latter allows Python files that come with the
-    model to be run; nothing runs them otherwise.
+    model to be run; nothing runs them otherwise. `max_model_len`, the longest sequence that will be asked for, settles
+    rotary embeddings that depend on the length; None is the context that the model has without stretching.
     Raises ModelNotFound, ModelNotSupported or ModelFileInvalid.
     """
     path, revision = locate_model(model, with_code=trust_remote_code)
@@ -66,7 +68,7 @@ def load(
         encoder = load_encoder(path, _folder_tokenizer(path, trust_remote_code), dtype, device)
         return dataclasses.replace(encoder, revision=revision)
     if path.is_dir():
-        loaded = _load_folder(path, dtype, device, model_impl, trust_remote_code)
+        loaded = _load_folder(path, dtype, device, model_impl, trust_remote_code, max_model_len)
     elif model_impl == "transformers":
         raise ModelNotSupported(f"{path}: GGUF files run by the engine's own code only, not by Transformers'.")
     else:
@@ -75,10 +77,15 @@ def load(
 
 
 def _load_folder(
-    folder: Path, dtype: torch.dtype | None, device: torch.device, model_impl: ModelImpl, trust_remote_code: bool
+    folder: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    model_impl: ModelImpl,
+    trust_remote_code: bool,
+    max_model_len: int | None,
 ) -> LoadedModel:
     tokenizer = _folder_tokenizer(folder, trust_remote_code)
-    decoder = _folder_decoder(folder, dtype, device, model_impl, trust_remote_code)
+    decoder = _folder_decoder(folder, dtype, device, model_impl, trust_remote_code, max_model_len)
     return LoadedModel(
         decoder.config,
         decoder,
@@ -89,12 +96,17 @@ def _load_folder(
 
 
 def _folder_decoder(
-    folder: Path, dtype: torch.dtype | None, device: torch.device, model_impl: ModelImpl, trust_remote_code: bool
+    folder: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    model_impl: ModelImpl,
+    trust_remote_code: bool,
+    max_model_len: int | None,
 ) -> Decoder | FallbackDecoder:
     if model_impl == "transformers":
         return load_transformers_model(folder, dtype, device, trust_remote_code=trust_remote_code)
     try:
-        config, family = read_hf_config(folder)
+        config, family = read_hf_config(folder, max_model_len)
     except ModelNotSupported:
         if model_impl == "native":
             raise

@@ -1,25 +1,34 @@
 """From a source of tensors to a decoder: one tensor at a time, fused, packed for the device, and dropped."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
 
+from engine.errors import ModelNotSupported
 from engine.loader.sources import TensorSource, check_shapes
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
-from engine.models.families import Family, expected_shapes
+from engine.models.families import Family, WeightNames, expected_shapes
+from engine.models.mlp import DenseFeedForward, FeedForward, activate_and_mul
 from kernels.ops import Linear, kernels_for
+
+_NAMES_SHOWN = 5
+# Frequencies that older versions of Transformers stored in every layer, and that the configuration gives as well.
+_DERIVED = (".inv_freq",)
 
 
 def assemble(config: ModelConfig, family: Family, source: TensorSource, device: torch.device) -> Decoder:
     """Build the decoder in `config.dtype` on `device`.
 
-    Raises `ModelFileInvalid` if `source` lacks tensors, or has one of another shape than `config` says.
+    Raises `ModelFileInvalid` if `source` lacks tensors, or has one of another shape than `config` says, and
+    `ModelNotSupported` if a layer has tensors that the decoder would not use.
     """
-    check_shapes(source, expected_shapes(config, family.names))
-    builder = _Builder(config, family, source, device)
-    names = family.names
+    names = family.names_in(source.shapes)
+    expected = expected_shapes(config, family, names)
+    check_shapes(source, expected)
+    _refuse_unused(config, names, source, expected)
+    builder = _Builder(config, family, names, source, device)
     embedding = builder.tensor(f"{names.embedding}.weight")
     if config.tie_word_embeddings:
         lm_head = kernels_for(device).pack_linear(embedding, None)
@@ -28,30 +37,48 @@ def assemble(config: ModelConfig, family: Family, source: TensorSource, device: 
     weights = DecoderWeights(
         embedding=embedding,
         layers=tuple(builder.layer(index) for index in range(config.num_layers)),
-        final_norm=builder.tensor(f"{names.final_norm}.weight"),
+        final_norm=builder.norm(names.final_norm),
         lm_head=lm_head,
     )
     return Decoder(config, weights)
 
 
+def _refuse_unused(config: ModelConfig, names: WeightNames, source: TensorSource, used: Container[str]) -> None:
+    """A bias or norm that no switch turned on would be left out in silence."""
+    layers = tuple(names.layer.format(layer=index) for index in range(config.num_layers))
+    unused = [
+        name for name in source.shapes if name.startswith(layers) and name not in used and not name.endswith(_DERIVED)
+    ]
+    if unused:
+        raise ModelNotSupported(
+            f"{config.architecture} has no place for tensors of the checkpoint: {', '.join(unused[:_NAMES_SHOWN])}."
+        )
+
+
 class _Builder:
-    def __init__(self, config: ModelConfig, family: Family, source: TensorSource, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, family: Family, names: WeightNames, source: TensorSource, device: torch.device
+    ) -> None:
         self._config = config
         self._family = family
+        self._names = names
         self._source = source
         self._device = device
-        names = family.names
-        self._permuted = {names.query: config.num_heads, names.key: config.num_kv_heads} if family.permuted_rope else {}
+        heads = (config.num_heads, config.num_kv_heads)
+        self._permuted = dict(zip(names.qkv, heads, strict=False)) if family.permuted_rope else {}
 
     def layer(self, index: int) -> LayerWeights:
-        names, config = self._family.names, self._config
+        names, config = self._names, self._config
         return LayerWeights(
-            input_norm=self.tensor(f"{names.input_norm.format(layer=index)}.weight"),
-            qkv=self.linear([names.query, names.key, names.value], bias=config.qkv_bias, layer=index),
+            qkv=self.linear(names.qkv, bias=config.qkv_bias, layer=index),
             attention_out=self.linear([names.attention_out], bias=config.attention_out_bias, layer=index),
-            post_attention_norm=self.tensor(f"{names.post_attention_norm.format(layer=index)}.weight"),
-            gate_up=self.linear([names.gate, names.up], bias=config.mlp_bias, layer=index),
-            down=self.linear([names.down], bias=config.mlp_bias, layer=index),
+            feed_forward=self._feed_forward(index),
+            input_norm=self._optional_norm(names.input_norm, index),
+            query_norm=self._optional_norm(names.query_norm, index),
+            key_norm=self._optional_norm(names.key_norm, index),
+            attention_out_norm=self._optional_norm(names.attention_out_norm, index),
+            feed_forward_norm=self._optional_norm(names.feed_forward_norm, index),
+            feed_forward_out_norm=self._optional_norm(names.feed_forward_out_norm, index),
         )
 
     def linear(self, templates: Sequence[str], *, bias: bool, layer: int = 0) -> Linear:
@@ -59,10 +86,28 @@ class _Builder:
         weight = self._fused(templates, "weight", layer)
         return kernels_for(self._device).pack_linear(weight, self._fused(templates, "bias", layer) if bias else None)
 
-    def tensor(self, name: str) -> Tensor:
+    def norm(self, module: str) -> Tensor:
+        """Read a norm's weight: in float32 where something is added to it, so that no digit of the sum is lost."""
+        offset = self._family.norm_offset
+        weight = self.tensor(f"{module}.weight", torch.float32 if offset else self._config.dtype)
+        return weight.add_(offset) if offset else weight
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         # A copy, never a view: nothing may hold on to the mapped file.
-        copied: Tensor = self._source.read(name).to(self._device, self._config.dtype, copy=True)
+        copied: Tensor = self._source.read(name).to(self._device, dtype or self._config.dtype, copy=True)
         return copied
+
+    def _feed_forward(self, layer: int) -> FeedForward:
+        names, config = self._names, self._config
+        return DenseFeedForward(
+            layer,
+            gate_up=self.linear(names.gate_up, bias=config.mlp_bias, layer=layer),
+            down=self.linear([names.down], bias=config.mlp_bias, layer=layer),
+            activate_and_mul=activate_and_mul(kernels_for(self._device), config.activation),
+        )
+
+    def _optional_norm(self, template: str | None, layer: int) -> Tensor | None:
+        return None if template is None else self.norm(template.format(layer=layer))
 
     def _fused(self, templates: Sequence[str], kind: str, layer: int) -> Tensor:
         names = [f"{template.format(layer=layer)}.{kind}" for template in templates]

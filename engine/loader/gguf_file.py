@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.errors import ModelNotSupported
 from engine.loader.errors import ModelFileInvalid
-from engine.models.config import ModelConfig, RopeConfig
+from engine.models.config import LayerConfig, ModelConfig, RopeConfig
 from engine.models.families import GGUF_FAMILIES, Family
 
 _SUPPORTED = f"GGUF architectures that run: {', '.join(sorted(GGUF_FAMILIES))}."
@@ -79,18 +79,19 @@ class GgufFile:
             vocab_size=self._number(f"{architecture}.vocab_size", int, vocab_size),
             hidden_size=hidden_size,
             intermediate_size=self._number(f"{architecture}.feed_forward_length", int),
-            num_layers=self._number(f"{architecture}.block_count", int),
+            layers=(LayerConfig(self._rope(architecture, head_dim)),)
+            * self._number(f"{architecture}.block_count", int),
             num_heads=heads,
             num_kv_heads=self._number(f"{architecture}.attention.head_count_kv", int, heads),
             head_dim=head_dim,
             max_position_embeddings=self._number(f"{architecture}.context_length", int),
             rms_norm_eps=self._number(f"{architecture}.attention.layer_norm_rms_epsilon", float),
-            rope=self._rope(architecture),
             tie_word_embeddings=f"{names.lm_head}.weight" not in self.shapes,
-            qkv_bias=f"{names.query.format(layer=0)}.bias" in self.shapes,
+            qkv_bias=f"{names.qkv[0].format(layer=0)}.bias" in self.shapes,
             attention_out_bias=f"{names.attention_out.format(layer=0)}.bias" in self.shapes,
-            mlp_bias=f"{names.gate.format(layer=0)}.bias" in self.shapes,
+            mlp_bias=f"{names.down.format(layer=0)}.bias" in self.shapes,
             dtype=torch.bfloat16,
+            attention_scale=head_dim**-0.5,
         )
         return config, family
 
@@ -110,13 +111,16 @@ class GgufFile:
         if self.metadata(f"{architecture}.attention.sliding_window"):
             raise ModelNotSupported(f"{self.path}: sliding-window attention does not run.", hint=_SUPPORTED)
 
-    def _rope(self, architecture: str) -> RopeConfig:
+    def _rope(self, architecture: str, head_dim: int) -> RopeConfig:
         theta = self._number(f"{architecture}.rope.freq_base", float, 10000.0)
         kind = self.metadata(f"{architecture}.rope.scaling.type") or "none"
         if kind == "linear":
-            return RopeConfig("linear", theta, self._number(f"{architecture}.rope.scaling.factor", float))
+            return RopeConfig(
+                head_dim, "linear", theta, factor=self._number(f"{architecture}.rope.scaling.factor", float)
+            )
         if kind != "none":
             raise ModelNotSupported(f"{self.path}: rotary embedding of type {kind!r} does not run.")
         if "rope_freqs.weight" in self.shapes:
-            return RopeConfig("factors", theta, frequency_factors=tuple(self.read("rope_freqs.weight").tolist()))
-        return RopeConfig("default", theta)
+            factors = tuple(self.read("rope_freqs.weight").tolist())
+            return RopeConfig(head_dim, "factors", theta, frequency_factors=factors)
+        return RopeConfig(head_dim, "default", theta)

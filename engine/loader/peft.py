@@ -27,7 +27,7 @@ from engine.errors import RequestError
 from engine.lora import FileStamp, LoraAdapter
 from engine.models.adapters import Projection
 from engine.models.config import ModelConfig
-from engine.models.families import FAMILIES
+from engine.models.families import FAMILIES, linear_parts
 from kernels.lora import LowRank, pack_low_rank
 from kernels.ops import kernels_for
 
@@ -69,21 +69,10 @@ def adapter_targets(config: ModelConfig) -> dict[str, AdapterTarget]:
     """Return the linear layers that adapters can change, by the name of the module in Transformers' model."""
     # A GGUF file has names of its own, but adapters are not made from it; in Transformers its families share Llama's.
     names = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"]).names
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    linears: tuple[tuple[str, Projection, int, int, int], ...] = (
-        (names.query, "qkv", 0, query, hidden),
-        (names.key, "qkv", query, query + kv, hidden),
-        (names.value, "qkv", query + kv, query + 2 * kv, hidden),
-        (names.attention_out, "attention_out", 0, hidden, query),
-        (names.gate, "gate_up", 0, intermediate, hidden),
-        (names.up, "gate_up", intermediate, 2 * intermediate, hidden),
-        (names.down, "down", 0, hidden, intermediate),
-    )
     return {
-        template.format(layer=layer): AdapterTarget(layer, projection, start, stop, in_features)
+        part.module.format(layer=layer): AdapterTarget(layer, part.projection, part.start, part.stop, part.in_features)
         for layer in range(config.num_layers)
-        for template, projection, start, stop, in_features in linears
+        for part in linear_parts(config, names)
     }
 
 

@@ -4,6 +4,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from kernels.ops import Linear
+
 Projection = Literal["qkv", "attention_out", "gate_up", "down"]
 """The fused products of a layer, in the order in which a layer computes them."""
 
@@ -17,3 +19,11 @@ class Adapters(Protocol):
 
         `y` is `projection` of `x`, bias included; `qkv` and `gate_up` are joined along their outputs in that order.
         """
+
+
+def project(linear: Linear, x: Tensor, layer: int, projection: Projection, adapters: Adapters | None) -> Tensor:
+    """Return `linear(x)` with what the adapters add to this projection of the layer."""
+    y = linear(x)
+    if adapters is not None:
+        adapters.add(layer, projection, x, y)
+    return y

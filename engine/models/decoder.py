@@ -1,38 +1,60 @@
 """One decoder for all families: the flat mixed batch of a step in, hidden states and logits out."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.adapters import Adapters, Projection
+from engine.models.adapters import Adapters, project
 from engine.models.config import ModelConfig
-from engine.models.rope import inverse_frequencies
-from kernels.ops import AttentionBatch, AttentionPlan, KVCache, LayerKV, Linear, kernels_for
+from engine.models.mlp import FeedForward
+from engine.models.rope import RotaryEmbedding
+from kernels.ops import AttentionBatch, AttentionPlan, KVCache, Linear, kernels_for
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer: query, key and value projections are one product, and so are gate and up."""
+    """One layer: query, key and value projections are one product. A norm that the family does not have is None.
 
-    input_norm: Tensor
+    The norms of queries and keys are as long as what they span: `[head_dim]`, or all heads together. `sinks`
+    `[num_heads]` are further logits of the softmax, which take weight and have no value.
+    """
+
     qkv: Linear
     attention_out: Linear
-    post_attention_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    feed_forward: FeedForward
+    input_norm: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    feed_forward_norm: Tensor | None = None
+    feed_forward_out_norm: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights of a decoder, on one device and of one dtype; embedding `[vocab_size, hidden_size]`."""
+    """All weights of a decoder, on one device; embedding `[vocab_size, hidden_size]`."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Linear
+
+
+class _Step(NamedTuple):
+    """What the layers of one step share: a plan for each distinct window, cosine and sine for each distinct rope."""
+
+    plans: list[AttentionPlan]
+    rotations: list[tuple[Tensor, Tensor] | None]
+    slot_mapping: Tensor
+    kv: KVCache
+    adapters: Adapters | None
 
 
 class Decoder:
@@ -42,8 +64,15 @@ class Decoder:
         self.config = config
         self._weights = weights
         device = weights.embedding.device
-        self._kernels = kernels_for(device)
-        self._inverse_frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        kernels = kernels_for(device)
+        self._kernels = kernels
+        self._rms_norm = kernels.rms_norm_float32 if config.float32_norms else kernels.rms_norm
+        self._add_rms_norm = kernels.add_rms_norm_float32 if config.float32_norms else kernels.add_rms_norm
+        self._windows, self._window_of_layer = _distinct(layer.window for layer in config.layers)
+        ropes, self._rope_of_layer = _distinct(layer.rope for layer in config.layers)
+        self._ropes = [None if rope is None else RotaryEmbedding(rope, device) for rope in ropes]
+        # Rounded as Gemma rounds the root of its hidden size.
+        self._embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=config.dtype, device=device)
 
     def forward(
         self,
@@ -58,47 +87,76 @@ class Decoder:
         token_ids and positions are `[num_tokens]` int64, in the order of `batch`. `adapters` add to each projection of
         a layer before anything reads it.
         """
-        kernels, config, layers = self._kernels, self.config, self._weights.layers
-        plan = kernels.plan_attention(batch, kv, config.num_heads)
-        angles = positions.unsqueeze(1) * self._inverse_frequencies
-        rotation = angles.cos(), angles.sin()
-        residual = F.embedding(token_ids, self._weights.embedding)
-        hidden = kernels.rms_norm(residual, layers[0].input_norm, config.rms_norm_eps)
+        layers = self._weights.layers
+        step = self._prepare(positions, batch, kv, adapters)
+        residual = self._embed(token_ids)
+        hidden = self._norm(residual, layers[0].input_norm)
         next_norms = [*(layer.input_norm for layer in layers[1:]), self._weights.final_norm]
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            project = partial(_project, index, adapters)
-            hidden = self._attention(layer, hidden, rotation, kv.layer(index), batch.slot_mapping, plan, project)
-            hidden, residual = kernels.add_rms_norm(hidden, residual, layer.post_attention_norm, config.rms_norm_eps)
-            gate_up = project("gate_up", layer.gate_up, hidden)
-            hidden = project("down", layer.down, kernels.silu_and_mul(gate_up))
-            hidden, residual = kernels.add_rms_norm(hidden, residual, next_norm, config.rms_norm_eps)
+            hidden = self._attention(index, hidden, step)
+            hidden, residual = self._join(hidden, residual, layer.attention_out_norm, layer.feed_forward_norm)
+            hidden = layer.feed_forward(hidden, adapters)
+            hidden, residual = self._join(hidden, residual, layer.feed_forward_out_norm, next_norm)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return `[num_rows, vocab_size]` float32 logits of final hidden states `[num_rows, hidden_size]`."""
-        return self._weights.lm_head(hidden).float()
+        logits = self._weights.lm_head(hidden).float()
+        if self.config.logits_divisor != 1:
+            logits = logits / self.config.logits_divisor
+        if (softcap := self.config.logits_softcap) is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits
 
-    def _attention(
-        self,
-        layer: LayerWeights,
-        hidden: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        kv: LayerKV,
-        slot_mapping: Tensor,
-        plan: AttentionPlan,
-        project: Callable[[Projection, Linear, Tensor], Tensor],
-    ) -> Tensor:
+    def _prepare(self, positions: Tensor, batch: AttentionBatch, kv: KVCache, adapters: Adapters | None) -> _Step:
+        num_heads = self.config.num_heads
+        plans = [self._kernels.plan_attention(batch, kv, num_heads, window) for window in self._windows]
+        rotations = [None if rope is None else rope.rotation(positions) for rope in self._ropes]
+        return _Step(plans, rotations, batch.slot_mapping, kv, adapters)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedded = F.embedding(token_ids, self._weights.embedding)
+        return embedded if self.config.embedding_multiplier == 1 else embedded * self._embedding_multiplier
+
+    def _attention(self, index: int, hidden: Tensor, step: _Step) -> Tensor:
         kernels, config = self._kernels, self.config
-        heads = project("qkv", layer.qkv, hidden).view(len(hidden), -1, config.head_dim)
-        query, key, value = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        query, key = kernels.rotary_embedding(query, key, *rotation)
-        kernels.write_kv(key, value, kv, slot_mapping)
-        attended = kernels.paged_attention(query, kv, plan, config.head_dim**-0.5)
-        return project("attention_out", layer.attention_out, attended.flatten(1))
+        weights, kv = self._weights.layers[index], step.kv.layer(index)
+        plan, rotation = step.plans[self._window_of_layer[index]], step.rotations[self._rope_of_layer[index]]
+        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        qkv = project(weights.qkv, hidden, index, "qkv", step.adapters)
+        query, key, value = qkv.split([count * config.head_dim for count in heads], dim=1)
+        query, key = self._span_norm(query, weights.query_norm), self._span_norm(key, weights.key_norm)
+        query, key, value = (x.unflatten(1, (-1, config.head_dim)) for x in (query, key, value))
+        if rotation is not None:
+            query, key = kernels.rotary_embedding(query, key, *rotation)
+        kernels.write_kv(key, value, kv, step.slot_mapping)
+        attended = kernels.paged_attention(
+            query, kv, plan, config.attention_scale, config.attention_softcap, weights.sinks
+        )
+        return project(weights.attention_out, attended.flatten(1), index, "attention_out", step.adapters)
+
+    def _join(
+        self, x: Tensor, residual: Tensor, out_norm: Tensor | None, next_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add what a part of a layer gave to the residual stream; return what the next part reads, and the stream."""
+        x = self._norm(x, out_norm)
+        if self.config.residual_multiplier != 1:
+            x = x * self.config.residual_multiplier
+        if next_norm is None:
+            residual = x + residual
+            return residual, residual
+        return self._add_rms_norm(x, residual, next_norm, self.config.rms_norm_eps)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._rms_norm(x, weight, self.config.rms_norm_eps)
+
+    def _span_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Normalise each span as long as `weight` of `[num_tokens, size]`: a head, or the whole."""
+        return x if weight is None else self._norm(x.unflatten(1, (-1, len(weight))), weight).flatten(1)
 
 
-def _project(layer: int, adapters: Adapters | None, projection: Projection, linear: Linear, x: Tensor) -> Tensor:
-    y = linear(x)
-    if adapters is not None:
-        adapters.add(layer, projection, x, y)
-    return y
+def _distinct(values: Iterable[_T]) -> tuple[list[_T], list[int]]:
+    """Return the distinct values in order of appearance, and for each value its place among them."""
+    places: dict[_T, int] = {}
+    indices = [places.setdefault(value, len(places)) for value in values]
+    return list(places), indices

@@ -1,7 +1,10 @@
-"""The table of families: which weights a checkpoint of each architecture holds, under which names."""
+"""The table of families: what sets each architecture apart, and under which names its checkpoints hold its weights."""
 
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
+from engine.models.adapters import Projection
 from engine.models.config import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
@@ -9,71 +12,193 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Names of a checkpoint's modules; those of a layer hold `{layer}`. A tensor is a module's `.weight` or `.bias`."""
+    """Names of a checkpoint's modules; those of a layer hold `{layer}`. A tensor is a module's `.weight` or `.bias`.
+
+    `qkv` and `gate_up` list the modules that one product joins, in the order of its outputs: one module where the
+    checkpoint holds them joined already. A norm that a family does not have is None.
+    """
 
     embedding: str
     final_norm: str
     lm_head: str
-    input_norm: str
-    query: str
-    key: str
-    value: str
+    layer: str
+    qkv: tuple[str, ...]
     attention_out: str
-    post_attention_norm: str
-    gate: str
-    up: str
+    gate_up: tuple[str, ...]
     down: str
+    input_norm: str | None = None
+    query_norm: str | None = None
+    key_norm: str | None = None
+    attention_out_norm: str | None = None
+    feed_forward_norm: str | None = None
+    feed_forward_out_norm: str | None = None
+
+
+class LinearPart(NamedTuple):
+    """A linear module of a checkpoint's layer, as the decoder has it: outputs `start` to `stop` of `projection`."""
+
+    module: str
+    projection: Projection
+    start: int
+    stop: int
+    in_features: int
+    bias: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets an architecture apart.
+    """What sets an architecture apart. Weights and arithmetic:
 
-    `attention_bias_flag` and `mlp_bias_flag` name the configuration fields that give its projections a bias, or None
-    where it has none. `permuted_rope` marks files whose query and key rows pair neighbours instead of halves.
+    other_names       names under which other versions of Transformers stored the same model
+    qkv_bias          query, key and value always have a bias
+    qk_norm_over      what a norm of queries and keys spans: each head, or all heads together
+    norm_offset       what is added to each stored norm weight
+    float32_norms     norms multiply by their weight before they round to the model's dtype
+    scaled_embedding  embeddings are multiplied by the square root of their size
+    permuted_rope     a file whose query and key rows pair neighbours instead of halves
+
+    What its configuration may set:
+
+    fields            those of `SWITCHES` that its model reads
+    windows           which layers `sliding_window` is for: none, all, or those that `layer_types` names
     """
 
     names: WeightNames
-    attention_bias_flag: str | None = None
-    mlp_bias_flag: str | None = None
+    other_names: tuple[WeightNames, ...] = ()
+    qkv_bias: bool = False
+    qk_norm_over: Literal["head", "projection"] = "head"
+    norm_offset: float = 0.0
+    float32_norms: bool = False
+    scaled_embedding: bool = False
     permuted_rope: bool = False
+    fields: frozenset[str] = frozenset()
+    windows: Literal["none", "all", "layer_types"] = "none"
+
+    def names_in(self, tensors: Container[str]) -> WeightNames:
+        """Return the names that a checkpoint holding `tensors` follows; those of today where it follows none."""
+        for names in (self.names, *self.other_names):
+            if f"{names.embedding}.weight" in tensors:
+                return names
+        return self.names
 
 
-_LLAMA_NAMES = WeightNames(
-    embedding="model.embed_tokens",
-    final_norm="model.norm",
-    lm_head="lm_head",
-    input_norm="model.layers.{layer}.input_layernorm",
-    query="model.layers.{layer}.self_attn.q_proj",
-    key="model.layers.{layer}.self_attn.k_proj",
-    value="model.layers.{layer}.self_attn.v_proj",
-    attention_out="model.layers.{layer}.self_attn.o_proj",
-    post_attention_norm="model.layers.{layer}.post_attention_layernorm",
-    gate="model.layers.{layer}.mlp.gate_proj",
-    up="model.layers.{layer}.mlp.up_proj",
-    down="model.layers.{layer}.mlp.down_proj",
+# Fields of a configuration that change the model, and the value with which they do not. A family that does not read a
+# field is refused where the field is set.
+SWITCHES: dict[str, float | None] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "logits_scaling": 1.0,
+    "no_rope_layers": None,
+    "partial_rotary_factor": 1.0,
+    "query_pre_attn_scalar": None,
+    "residual_multiplier": 1.0,
+    "use_bidirectional_attention": False,
+}
+
+
+def _llama_names(model: str = "model.") -> WeightNames:
+    layer = model + "layers.{layer}."
+    return WeightNames(
+        embedding=f"{model}embed_tokens",
+        final_norm=f"{model}norm",
+        lm_head="lm_head",
+        layer=layer,
+        qkv=(f"{layer}self_attn.q_proj", f"{layer}self_attn.k_proj", f"{layer}self_attn.v_proj"),
+        attention_out=f"{layer}self_attn.o_proj",
+        gate_up=(f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"),
+        down=f"{layer}mlp.down_proj",
+        input_norm=f"{layer}input_layernorm",
+        feed_forward_norm=f"{layer}post_attention_layernorm",
+    )
+
+
+def _with_qk_norm(names: WeightNames) -> WeightNames:
+    attention = f"{names.layer}self_attn."
+    return replace(names, query_norm=f"{attention}q_norm", key_norm=f"{attention}k_norm")
+
+
+def _gemma_names(model: str = "model.") -> WeightNames:
+    names = _llama_names(model)
+    return replace(
+        names,
+        attention_out_norm=f"{names.layer}post_attention_layernorm",
+        feed_forward_norm=f"{names.layer}pre_feedforward_layernorm",
+        feed_forward_out_norm=f"{names.layer}post_feedforward_layernorm",
+    )
+
+
+def _olmo2_names() -> WeightNames:
+    names = _with_qk_norm(_llama_names())
+    return replace(
+        names,
+        input_norm=None,
+        attention_out_norm=f"{names.layer}post_attention_layernorm",
+        feed_forward_norm=None,
+        feed_forward_out_norm=f"{names.layer}post_feedforward_layernorm",
+    )
+
+
+def _phi3_names() -> WeightNames:
+    names = _llama_names()
+    return replace(names, qkv=(f"{names.layer}self_attn.qkv_proj",), gate_up=(f"{names.layer}mlp.gate_up_proj",))
+
+
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
+_GRANITE_FIELDS = {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}
+_GEMMA2 = Family(
+    _gemma_names(),
+    norm_offset=1.0,
+    float32_norms=True,
+    scaled_embedding=True,
+    fields=frozenset({"attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}),
+    windows="layer_types",
 )
+_GEMMA3 = replace(
+    _GEMMA2,
+    names=_with_qk_norm(_gemma_names()),
+    fields=_GEMMA2.fields - {"attn_logit_softcapping"},
+)
+
+# By the name in a config.json's `architectures`.
+FAMILIES = {
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    # The text model alone: images are not read.
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        names=_with_qk_norm(_gemma_names("model.language_model.")),
+        other_names=(_with_qk_norm(_gemma_names("language_model.model.")),),
+    ),
+    "GraniteForCausalLM": Family(_llama_names(), fields=_BIASES | _GRANITE_FIELDS),
+    "LlamaForCausalLM": Family(_llama_names(), fields=_BIASES),
+    "MistralForCausalLM": Family(_llama_names(), windows="all"),
+    "Olmo2ForCausalLM": Family(
+        _olmo2_names(), qk_norm_over="projection", float32_norms=True, fields=frozenset({"attention_bias"})
+    ),
+    "Phi3ForCausalLM": Family(_phi3_names(), fields=frozenset({"partial_rotary_factor"}), windows="all"),
+    "Qwen2ForCausalLM": Family(_llama_names(), qkv_bias=True, windows="layer_types"),
+    "Qwen3ForCausalLM": Family(
+        _with_qk_norm(_llama_names()), fields=frozenset({"attention_bias"}), windows="layer_types"
+    ),
+    "SmolLM3ForCausalLM": Family(_llama_names(), fields=_BIASES | {"no_rope_layers"}, windows="layer_types"),
+}
 
 _GGUF_NAMES = WeightNames(
     embedding="token_embd",
     final_norm="output_norm",
     lm_head="output",
-    input_norm="blk.{layer}.attn_norm",
-    query="blk.{layer}.attn_q",
-    key="blk.{layer}.attn_k",
-    value="blk.{layer}.attn_v",
+    layer="blk.{layer}.",
+    qkv=("blk.{layer}.attn_q", "blk.{layer}.attn_k", "blk.{layer}.attn_v"),
     attention_out="blk.{layer}.attn_output",
-    post_attention_norm="blk.{layer}.ffn_norm",
-    gate="blk.{layer}.ffn_gate",
-    up="blk.{layer}.ffn_up",
+    gate_up=("blk.{layer}.ffn_gate", "blk.{layer}.ffn_up"),
     down="blk.{layer}.ffn_down",
+    input_norm="blk.{layer}.attn_norm",
+    feed_forward_norm="blk.{layer}.ffn_norm",
 )
-
-# By the name in a config.json's `architectures`.
-FAMILIES = {
-    "LlamaForCausalLM": Family(_LLAMA_NAMES, attention_bias_flag="attention_bias", mlp_bias_flag="mlp_bias"),
-    "MistralForCausalLM": Family(_LLAMA_NAMES),
-}
 
 # By a GGUF file's `general.architecture`. Llama's converter reorders query and key rows for its own rotary layout.
 GGUF_FAMILIES = {
@@ -81,7 +206,7 @@ GGUF_FAMILIES = {
 }
 
 
-def expected_shapes(config: ModelConfig, names: WeightNames) -> Shapes:
+def expected_shapes(config: ModelConfig, family: Family, names: WeightNames) -> Shapes:
     """Return every tensor that a checkpoint of this model has to hold, by name."""
     shapes: Shapes = {
         f"{names.embedding}.weight": (config.vocab_size, config.hidden_size),
@@ -90,27 +215,37 @@ def expected_shapes(config: ModelConfig, names: WeightNames) -> Shapes:
     if not config.tie_word_embeddings:
         shapes[f"{names.lm_head}.weight"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        shapes.update(_layer_shapes(config, names, layer))
+        for part in linear_parts(config, names):
+            module, out_features = part.module.format(layer=layer), part.stop - part.start
+            shapes[f"{module}.weight"] = (out_features, part.in_features)
+            if part.bias:
+                shapes[f"{module}.bias"] = (out_features,)
+        for norm, size in _norms(config, family, names):
+            if norm is not None:
+                shapes[f"{norm.format(layer=layer)}.weight"] = (size,)
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, names: WeightNames, layer: int) -> Shapes:
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = (
-        (names.query, query_size, config.hidden_size, config.qkv_bias),
-        (names.key, kv_size, config.hidden_size, config.qkv_bias),
-        (names.value, kv_size, config.hidden_size, config.qkv_bias),
-        (names.attention_out, config.hidden_size, query_size, config.attention_out_bias),
-        (names.gate, config.intermediate_size, config.hidden_size, config.mlp_bias),
-        (names.up, config.intermediate_size, config.hidden_size, config.mlp_bias),
-        (names.down, config.hidden_size, config.intermediate_size, config.mlp_bias),
+def linear_parts(config: ModelConfig, names: WeightNames) -> Iterator[LinearPart]:
+    """Yield every linear module that a checkpoint holds for each layer."""
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    joined: tuple[tuple[Projection, tuple[str, ...], tuple[int, ...], int, bool], ...] = (
+        ("qkv", names.qkv, (query, kv, kv), hidden, config.qkv_bias),
+        ("attention_out", (names.attention_out,), (hidden,), query, config.attention_out_bias),
+        ("gate_up", names.gate_up, (intermediate, intermediate), hidden, config.mlp_bias),
+        ("down", (names.down,), (hidden,), intermediate, config.mlp_bias),
     )
-    shapes: Shapes = {}
-    for template, out_features, in_features, bias in linears:
-        module = template.format(layer=layer)
-        shapes[f"{module}.weight"] = (out_features, in_features)
-        if bias:
-            shapes[f"{module}.bias"] = (out_features,)
-    for template in (names.input_norm, names.post_attention_norm):
-        shapes[f"{template.format(layer=layer)}.weight"] = (config.hidden_size,)
-    return shapes
+    for projection, modules, sizes, in_features, bias in joined:
+        start = 0
+        for module, size in zip(modules, sizes if len(modules) > 1 else (sum(sizes),), strict=True):
+            yield LinearPart(module, projection, start, start + size, in_features, bias)
+            start += size
+
+
+def _norms(config: ModelConfig, family: Family, names: WeightNames) -> Iterator[tuple[str | None, int]]:
+    per_head = family.qk_norm_over == "head"
+    yield names.query_norm, config.head_dim * (1 if per_head else config.num_heads)
+    yield names.key_norm, config.head_dim * (1 if per_head else config.num_kv_heads)
+    for module in (names.input_norm, names.attention_out_norm, names.feed_forward_norm, names.feed_forward_out_norm):
+        yield module, config.hidden_size

@@ -93,11 +93,13 @@ def test_configurations_of_older_transformers_are_read(tmp_path):
     }
     edit_config(folder, rope_parameters=None, rope_theta=5e5, rope_scaling=scaling, head_dim=None)
     config, _ = read_hf_config(folder)
-    assert (config.rope.kind, config.rope.theta, config.rope.original_max_position_embeddings) == ("llama3", 5e5, 256)
+    rope = config.layers[0].rope
+    assert (rope.kind, rope.theta, rope.original_max_position_embeddings) == ("llama3", 5e5, 256)
     assert config.head_dim == 16
     edit_config(folder, rope_scaling=None)
     config, _ = read_hf_config(folder)
-    assert (config.rope.kind, config.rope.theta) == ("default", 5e5)
+    rope = config.layers[0].rope
+    assert (rope.kind, rope.theta) == ("default", 5e5)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +107,13 @@ def test_configurations_of_older_transformers_are_read(tmp_path):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
         ({"architectures": None, "model_type": "t5"}, "t5"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn.*llama3"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "proportional.*llama3"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}, "mrope_section"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"sliding_window": 128}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"hidden_act": "relu"}, "relu"),
+        ({"sliding_window": 128}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier"),
         ({"partial_rotary_factor": 0.5}, r"0\.5"),
         ({"dtype": "float8_e4m3fn"}, "float8"),
     ],
@@ -118,7 +122,7 @@ def test_what_does_not_run_is_named(tmp_path, fields, named):
     folder = tiny_llama(tmp_path)
     edit_config(folder, **fields)
     with pytest.raises(ModelNotSupported, match=f"(?s){named}"):
-        load_float32(folder)
+        load(str(folder), dtype=None, device=CPU, model_impl="native")
 
 
 def test_a_sliding_window_as_wide_as_the_context_changes_nothing(tmp_path):
