@@ -92,8 +92,8 @@ class StepOutput(NamedTuple):
 
     Attributes:
         sampled: `num_samples` entries for each row, in the plan's order.
-        prompt_logprobs: By row of the plan: one entry for each token of the row's chunk but the prompt's last, about
-            the token that follows it.
+        prompt_logprobs: By row of the plan, for each row of a request that wants them: about each prompt token but the
+            first, in order, those that the request lacks.
         pooled: By row of the plan, for each row of a request that pools: the sum over those tokens of its chunk that
             the pooler wants, float32.
     """
