@@ -92,7 +92,8 @@ class SchedulerConfig:
     """The limits of the loop. Raises `ConfigError` if no step, or not one request of full length, could fit them.
 
     That a request of `max_model_len` fits the pool alone is what lets the scheduler promise that everything finishes:
-    with all others preempted, the oldest request always gets its blocks.
+    with all others preempted, the oldest request always gets its blocks. `num_host_blocks` are there beside the pool to
+    keep the blocks of those that are preempted.
     """
 
     max_num_seqs: int
@@ -100,6 +101,7 @@ class SchedulerConfig:
     max_model_len: int
     block_size: int
     num_kv_blocks: int
+    num_host_blocks: int = 0
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:

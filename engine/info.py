@@ -40,7 +40,12 @@ class EngineStats:
         cached_tokens: How many of those came from the prefix cache.
         generated_tokens: Tokens sampled so far.
         steps: Forward passes so far.
-        preemptions: How often a running request gave up its blocks to an older one.
+        preemptions: How often a running sequence gave up its blocks to an older one.
+        swaps: How many of the preemptions kept the blocks' contents, in host memory. The others compute them again.
+        swapped_blocks_out: Blocks copied to host memory so far.
+        swapped_blocks_in: Blocks copied back so far.
+        swap_blocks_used: Blocks of host memory that preempted sequences hold.
+        swap_blocks_total: Blocks of host memory that can be used at all.
         lora_loads: Adapters read into memory so far; many more than there are adapters: max_loras is too small.
     """
 
@@ -53,6 +58,11 @@ class EngineStats:
     generated_tokens: int = 0
     steps: int = 0
     preemptions: int = 0
+    swaps: int = 0
+    swapped_blocks_out: int = 0
+    swapped_blocks_in: int = 0
+    swap_blocks_used: int = 0
+    swap_blocks_total: int = 0
     lora_loads: int = 0
 
     @property

@@ -12,27 +12,21 @@ A step, and what happens if it stops between two of its verbs:
 `schedule` moves requests between the queues and reserves blocks, and nothing else: a plan that is never committed (the
 device was out of memory) leaves every request with the tokens it had, and scheduling again is all there is to do.
 
-Only a plan's moves are not planned again: the scheduler counts on each of them having happened. Whoever calls
-`schedule` carries them out, in their order, before the forward pass and before calling it again, whatever becomes of
-the rows. So at its place in that order every move finds in its source what was meant:
-
-- The source of a copy is freed in the same call, when its last holder is preempted, and handed out anew: what then
-  comes to be in it is put there by a later move, or by the forward pass.
-- The destination of a copy belongs to a row of the plan. Victims are younger than every row of the plan, and a
-  sequence reserves its blocks after the last victim was found, so nothing is moved for a victim or taken from a row.
+Its moves alone are not planned again: after every call of `schedule`, and before the next, they have to be carried out,
+whatever becomes of the rows. `engine.block_tables` says what depends on it.
 """
 
 from collections import deque
-from collections.abc import Iterable, MutableSequence
+from collections.abc import MutableSequence
 from itertools import islice
 
 from engine.admission import BlockForecast
-from engine.blocks import BlockHash, BlockPool
+from engine.block_tables import BlockTables
 from engine.config import SchedulerConfig
 from engine.errors import RequestError
 from engine.info import EngineStats
 from engine.lora import LoraCache
-from engine.plan import BlockMove, MoveKind, PlanDraft, PlanRow, Sampled, StepOutput, StepPlan
+from engine.plan import PlanDraft, PlanRow, Sampled, StepOutput, StepPlan
 from engine.request import Request
 from engine.sequence import Sequence, SequenceStatus
 
@@ -46,12 +40,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, adapters: LoraCache | None = None) -> None:
         self.config = config
         self._adapters = adapters
-        self.pool = BlockPool(config.num_kv_blocks)
+        self.tables = BlockTables(config)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission: the youngest stands last
         self._requests: dict[int, Request] = {}
         self._forecast = BlockForecast(config.block_size)
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._preemptions = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = 0
+        self._preemptions = self._swaps = 0
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -114,7 +109,7 @@ class Scheduler:
             self._admit(draft)
         # Nobody can go on but for the seats and blocks of parked sequences, which for their part wait for the others.
         while not draft.rows and self._running:
-            self._preempt(self._running.pop())
+            self._preempt(self._running.pop(), draft)
             self._admit(draft)
         return draft.freeze()
 
@@ -132,36 +127,23 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Reserve blocks for the next tokens, preempting from the youngest on; False if that was `sequence` itself."""
-        missing = max(0, self._blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_ids))
-        # A victim may have been the other holder of a shared tail, so that this is asked again.
-        while missing + self._writes_shared_block(sequence) > self.pool.num_free:
+        # A victim may have been the other holder of a shared tail, so what is missing is counted anew.
+        while self.tables.num_missing(sequence, num_tokens) > self.tables.pool.num_free:
             victim = self._running.pop()
-            self._preempt(victim)
+            self._preempt(victim, draft)
             if victim is sequence:
                 return False
-        if self._writes_shared_block(sequence):
-            self._copy_tail(sequence, draft)
-        sequence.block_ids += self.pool.allocate(missing)
+        self.tables.extend(sequence, num_tokens, draft.moves)
         return True
 
-    def _writes_shared_block(self, sequence: Sequence) -> bool:
-        """Whether the next token goes into a block that a continuation with the same beginning holds as well."""
-        tail, filled = divmod(sequence.num_computed_tokens, self.config.block_size)
-        return filled > 0 and self.pool.is_shared(sequence.block_ids[tail])
-
-    def _copy_tail(self, sequence: Sequence, draft: PlanDraft) -> None:
-        tail = sequence.num_computed_tokens // self.config.block_size
-        shared = sequence.block_ids[tail]
-        (copy,) = self.pool.allocate(1)
-        draft.moves.append(BlockMove(MoveKind.COPY, shared, copy))
-        sequence.block_ids[tail] = copy
-        self.pool.release([shared])
-
-    def _preempt(self, victim: Sequence) -> None:
-        self._release_blocks(victim)
-        victim.num_computed_tokens = 0
-        if victim.request.pooler:
-            victim.request.pooler.reset()
+    def _preempt(self, victim: Sequence, draft: PlanDraft) -> None:
+        if self.tables.swap_out(victim, draft.moves):
+            self._swaps += 1
+        else:
+            victim.num_computed_tokens = 0
+            if victim.request.pooler:
+                victim.request.pooler.reset()
+        self.tables.release(victim)
         victim.status = SequenceStatus.WAITING
         self._waiting.appendleft(victim)
         self._preemptions += 1
@@ -180,7 +162,7 @@ class Scheduler:
         free_seats = self.config.max_num_seqs - sum(sequence.num_continuations for sequence in self._running)
         if not self._waiting or free_seats <= 0:
             return
-        in_progress = self._blocks_in_progress(draft.rows)
+        in_progress = self.tables.filled_by(draft.rows)
         promised = sum(self._forecast.growth(sequence) for sequence in self._running)
         passed_over: list[Sequence] = []
         num_soon_cached = 0
@@ -189,19 +171,19 @@ class Scheduler:
             if not self._may_start(sequence):
                 passed_over.append(sequence)
                 continue
-            hits, next_hash = self._match_prefix(sequence)
+            hits, next_hash = self.tables.find_prefix(sequence)
             if next_hash in in_progress:
                 passed_over.append(sequence)
                 num_soon_cached += 1
                 continue
             need = self._forecast.blocks(sequence, min(sequence.num_continuations, free_seats)) - len(hits)
-            available = self.pool.num_free - self.pool.num_free_among(hits) - promised
+            available = self.tables.pool.num_free - self.tables.pool.num_free_among(hits) - promised
             # With nobody running, everything is free: the pool holds any one sequence of max_model_len.
             if need > available and self._running:
                 passed_over.append(sequence)
                 break
             row = self._start(sequence, hits, draft)
-            in_progress |= self._blocks_in_progress([row])
+            in_progress |= self.tables.filled_by([row])
             promised += self._forecast.growth(sequence)
             free_seats -= sequence.num_continuations
         self._waiting.extendleft(reversed(passed_over))
@@ -210,11 +192,9 @@ class Scheduler:
         return not sequence.parked and (not self._adapters or self._adapters.acquire(sequence.request))
 
     def _start(self, sequence: Sequence, hits: list[int], draft: PlanDraft) -> PlanRow:
-        self.pool.acquire(hits)
-        sequence.num_computed_tokens = len(hits) * self.config.block_size
+        self.tables.start(sequence, hits, draft.moves)
         num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, draft.budget)
-        missing = self._blocks_for(sequence.num_computed_tokens + num_tokens) - len(hits)
-        sequence.block_ids = hits + self.pool.allocate(missing)
+        self.tables.extend(sequence, num_tokens, draft.moves)
         sequence.status = SequenceStatus.RUNNING
         self._running.append(sequence)
         request = sequence.request
@@ -223,34 +203,6 @@ class Scheduler:
             self._prompt_tokens += request.num_prompt_tokens
             self._cached_tokens += request.num_cached_tokens
         return draft.add_row(sequence, num_tokens)
-
-    def _match_prefix(self, sequence: Sequence) -> tuple[list[int], BlockHash | None]:
-        """The cached blocks that `sequence` begins with, and the hash of the first full block that is not among them.
-
-        The last token is never a hit: its logits are wanted, so it has to be computed. Nor is any token of a request
-        that pools them all.
-        """
-        pooler = sequence.request.pooler
-        if not self.config.enable_prefix_caching or (pooler and pooler.needs_all_tokens):
-            return [], None
-        hashes = sequence.block_hashes(self.config.block_size, (sequence.num_tokens - 1) // self.config.block_size)
-        hits = self.pool.match_prefix(hashes)
-        return hits, hashes[len(hits)] if len(hits) < len(hashes) else None
-
-    def _blocks_in_progress(self, rows: Iterable[PlanRow]) -> set[BlockHash]:
-        """The hashes of all blocks that these rows fill in this step."""
-        if not self.config.enable_prefix_caching:
-            return set()
-        block_size = self.config.block_size
-        filled: set[BlockHash] = set()
-        for sequence, start, num_tokens, _ in rows:
-            first, end = start // block_size, (start + num_tokens) // block_size
-            if end > first:
-                filled.update(sequence.block_hashes(block_size, end)[first:])
-        return filled
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Request]:
         """Enter the results of a step, and return the requests that it finished.
@@ -266,7 +218,8 @@ class Scheduler:
             draws = tuple(islice(sampled, row.num_samples))
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # an earlier row failed the request that is theirs together
-            self._advance(sequence, row.num_tokens)
+            self.tables.advance(sequence, row.num_tokens)
+            sequence.request.prompt_logprobs.extend(output.prompt_logprobs.get(index, ()))
             if pooler := sequence.request.pooler:
                 pooler.add(output.pooled[index])
                 if sequence.num_computed_tokens == sequence.num_tokens:
@@ -300,29 +253,19 @@ class Scheduler:
     def _fork(self, parent: Sequence) -> Sequence:
         """Begin another continuation where `parent` has come to, and behind it and its siblings in the queue.
 
-        It shares the parent's blocks. If there is no seat for it, or the parent itself waits, it waits at the head of
-        the queue and holds no blocks, as if it had been preempted.
+        It shares the parent's blocks. If there is no seat for it, it waits at the head of the queue, and holds no
+        blocks, as if it had been preempted.
         """
         child = parent.request.fork(parent)
-        if parent.status is SequenceStatus.RUNNING and len(self._running) < self.config.max_num_seqs:
-            child.num_computed_tokens = parent.num_computed_tokens
-            child.block_ids = parent.block_ids[: self._blocks_for(parent.num_computed_tokens)]
+        if parent.status is SequenceStatus.WAITING:
+            self.tables.share(parent, child)
+        elif len(self._running) < self.config.max_num_seqs:
+            self.tables.share(parent, child)
             child.status = SequenceStatus.RUNNING
-            self.pool.acquire(child.block_ids)
             self._running.insert(_behind_siblings(child, self._running, self._running.index(parent)), child)
-        else:
-            self._waiting.insert(_behind_siblings(child, self._waiting, 0), child)
+            return child
+        self._waiting.insert(_behind_siblings(child, self._waiting, 0), child)
         return child
-
-    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
-        block_size = self.config.block_size
-        first_filled = sequence.num_computed_tokens // block_size
-        sequence.num_computed_tokens += num_tokens
-        end = sequence.num_computed_tokens // block_size
-        if self.config.enable_prefix_caching and end > first_filled:
-            hashes = sequence.block_hashes(block_size, end)
-            for index in range(first_filled, end):
-                self.pool.register(sequence.block_ids[index], hashes[index])
 
     def _retire(self, finished: list[Request]) -> None:
         """Forget these requests, and take every finished sequence out of its queue and out of its blocks."""
@@ -330,44 +273,40 @@ class Scheduler:
             del self._requests[request.index]
             if self._adapters:
                 self._adapters.release(request)
-        for sequence in self._running:
+        for sequence in (*self._running, *self._waiting):
             if sequence.status is SequenceStatus.FINISHED:
-                self._release_blocks(sequence)
+                self.tables.forget(sequence)
         self._running = [sequence for sequence in self._running if sequence.status is SequenceStatus.RUNNING]
         self._waiting = deque(sequence for sequence in self._waiting if sequence.status is SequenceStatus.WAITING)
 
-    def _release_blocks(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_ids)
-        sequence.block_ids = []
-
     def stats(self) -> EngineStats:
+        pool, swap = self.tables.pool, self.tables.swap
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            kv_blocks_used=self.pool.num_usable - self.pool.num_free,
-            kv_blocks_total=self.pool.num_usable,
+            kv_blocks_used=pool.num_usable - pool.num_free,
+            kv_blocks_total=pool.num_usable,
+            swap_blocks_used=swap.pool.num_usable - swap.pool.num_free,
+            swap_blocks_total=swap.pool.num_usable,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             steps=self._steps,
             preemptions=self._preemptions,
+            swaps=self._swaps,
+            swapped_blocks_out=swap.num_blocks_out,
+            swapped_blocks_in=swap.num_blocks_in,
             lora_loads=self._adapters.num_loads if self._adapters else 0,
         )
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` unless queues, sequences and block references agree; for tests, between two steps."""
-        self.pool.check_integrity()
-        held: dict[int, int] = {}
-        for sequence in self._running:
-            for block_id in sequence.block_ids:
-                held[block_id] = held.get(block_id, 0) + 1
-        if held != self.pool.references():
-            raise RuntimeError("scheduler: the blocks that sequences hold are not those that the pool gave out")
+        self.tables.check_integrity(self._running, self._waiting)
         queued = {id(sequence) for sequence in (*self._waiting, *self._running)}
         if queued != {id(sequence) for request in self._requests.values() for sequence in request.unfinished}:
             raise RuntimeError("scheduler: the queues and the requests disagree")
-        if any(sequence.block_ids for sequence in self._waiting):
-            raise RuntimeError("scheduler: a waiting sequence holds blocks")
+        if len(self._running) > self.config.max_num_seqs:
+            raise RuntimeError("scheduler: more sequences run than there are seats")
 
 
 def _behind_siblings(sequence: Sequence, queue: MutableSequence[Sequence], place: int) -> int:

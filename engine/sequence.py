@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    WAITING = auto()  # holds no blocks: not started, or preempted
+    WAITING = auto()  # holds no blocks of the device: not started, or preempted
     RUNNING = auto()
     FINISHED = auto()
 
@@ -24,8 +24,9 @@ class SequenceStatus(Enum):
 class Sequence:
     """A prompt, what was generated after it, and how much of both the KV cache holds.
 
-    `token_ids` is prompt and output together; `num_computed_tokens` of them are in the blocks of `block_ids`. What
-    preemption throws away is only those two: the tokens, the seed and the stop-string state stay.
+    `token_ids` is prompt and output together; `num_computed_tokens` of them are in the blocks of `block_ids`, or, while
+    it is swapped out, in those of `host_block_ids`. What preemption throws away is only those: the tokens, the seed and
+    the stop-string state stay.
 
     A `parked` sequence has been computed to its end and gets no token before its siblings are as far: there is nothing
     to compute of it, and if its blocks are taken away they are not missed until it has its next token.
@@ -38,6 +39,7 @@ class Sequence:
         "choice",
         "cumulative_logprob",
         "finish_reason",
+        "host_block_ids",
         "logprobs",
         "matcher",
         "num_computed_tokens",
@@ -59,6 +61,7 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
+        self.host_block_ids: list[int] = []
         self.status = SequenceStatus.WAITING
         self.parked = False
         self.finish_reason: FinishReason | None = None
@@ -151,6 +154,7 @@ class Sequence:
         child.stop_watcher = self.stop_watcher and self.stop_watcher.fork()
         child.matcher = self.matcher and self.matcher.fork()
         child.block_ids = []
+        child.host_block_ids = []
         child.num_computed_tokens = 0
         child.status = SequenceStatus.WAITING
         child._block_hashes = self._block_hashes.copy()
