@@ -17,6 +17,7 @@ from engine.pooling_params import PoolingParams
 from engine.pooling_prompts import TextPair
 from engine.process import EngineProcess
 from engine.sampling_params import SamplingParams
+from engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -39,6 +40,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutput",
     "TextPair",
 ]
 
