@@ -79,15 +79,16 @@ class PoolingPromptEncoder:
                 truncation=limit is not None,
                 max_length=limit,
                 return_attention_mask=False,
-                return_token_type_ids=True,
             )
         except (TypeError, UnicodeError) as error:
             # Text with lone surrogates is no Unicode and fails the whole batch. Find the guilty.
             if len(texts) == 1:
                 return [_invalid(f"The prompt is not valid Unicode text: {error}")]
             return [encoded for text in texts for encoded in self._tokenise([text], limit)]
-        rows = zip(batch["input_ids"], batch["token_type_ids"], strict=True)
-        return [EncodedPrompt(ids, tuple(types)) if ids else _invalid("The prompt is empty.") for ids, types in rows]
+        # A tokenizer gives types where its model is meant to be told them.
+        types = batch.get("token_type_ids") or [() for _ in texts]
+        rows = zip(batch["input_ids"], types, strict=True)
+        return [EncodedPrompt(ids, tuple(row)) if ids else _invalid("The prompt is empty.") for ids, row in rows]
 
     def _tokenizer_input(self, text: str | TextPair) -> str | tuple[str, str]:
         if isinstance(text, TextPair):

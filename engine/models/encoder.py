@@ -121,7 +121,9 @@ class Encoder:
         runs = self._runs(batch.lengths)
         hidden = F.embedding(batch.token_ids, weights.word_embedding)
         if weights.token_type_embedding is not None:
-            hidden = hidden + F.embedding(batch.token_types, weights.token_type_embedding)
+            # Tokenizers for two types are in use with models that have one.
+            token_types = batch.token_types.clamp(max=self.config.num_token_types - 1)
+            hidden = hidden + F.embedding(token_types, weights.token_type_embedding)
         hidden = hidden + F.embedding(batch.positions + self.config.position_offset, weights.position_embedding)
         hidden = weights.embedding_norm(hidden)
         for layer in weights.layers:
