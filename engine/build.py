@@ -11,7 +11,7 @@ from engine.loader import LoadedEncoder, LoadedModel, load
 from engine.loader.peft import PeftLoader, adapter_targets
 from engine.lora import LoraCache
 from engine.machine import usable_cores
-from engine.memory import size_kv_pool
+from engine.memory import size_host_pool, size_kv_pool
 from engine.models.decoder import Decoder
 from engine.pooling_intake import PoolingIntake, PoolingModel
 from engine.request import Request
@@ -74,7 +74,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
     )
     return EngineCore(
         Scheduler(limits, adapters),
-        Runner(loaded.decoder, _kv_cache(loaded, limits, device), device),
+        Runner(loaded.decoder, _kv_cache(loaded, limits, device), device, _host_cache(loaded, limits, device)),
         info,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
@@ -133,10 +133,11 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, re
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len ({config.max_model_len}) is beyond the model's own limit of {longest}.")
     tokens_per_request = config.max_model_len or longest
+    bytes_per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
     num_kv_blocks = size_kv_pool(
         config,
         device,
-        bytes_per_token=kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype),
+        bytes_per_token=bytes_per_token,
         tokens_per_request=tokens_per_request,
         max_num_seqs=max_num_seqs,
         reserved_bytes=reserved_bytes,
@@ -150,6 +151,7 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, re
         max_model_len=config.max_model_len or min(longest, pool_tokens),
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
+        num_host_blocks=size_host_pool(config, device, bytes_per_token=bytes_per_token),
         enable_prefix_caching=config.enable_prefix_caching,
     )
 
@@ -164,6 +166,22 @@ def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device
         model.head_dim,
         model.dtype,
         device,
+    )
+
+
+def _host_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache | None:
+    if not limits.num_host_blocks:
+        return None
+    model = loaded.config
+    return allocate_kv_cache(
+        model.num_layers,
+        limits.num_host_blocks + 1,
+        limits.block_size,
+        model.num_kv_heads,
+        model.head_dim,
+        model.dtype,
+        torch.device("cpu"),
+        pin_memory=device.type == "cuda",
     )
 
 

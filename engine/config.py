@@ -34,6 +34,8 @@ class EngineConfig:
         block_size: Tokens in one KV block.
         num_kv_blocks: Size of the KV pool in blocks, the null block among them; else `kv_cache_memory` decides.
         kv_cache_memory: Size of the KV pool in bytes. None: sized from the machine, see `engine.memory`.
+        swap_space: Host memory in bytes to which the blocks of preempted requests are moved; 0: computed again.
+            None: 4 GiB with a GPU, if the machine can spare it; 0 without.
         gpu_memory_utilization: Share of a GPU's memory to use for everything, KV pool included; 0.9 by default.
         enable_prefix_caching: Keep computed blocks and reuse them for prompts that begin alike.
         max_loras: LoRA adapters in memory at a time, and so at most in one step; 0: requests cannot ask for any.
@@ -54,6 +56,7 @@ class EngineConfig:
     block_size: int = 32
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
+    swap_space: int | None = None
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
     max_loras: int = 0
@@ -75,7 +78,8 @@ class EngineConfig:
         _check_int("max_model_len", self.max_model_len, at_least=2)
         for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "num_threads"):
             _check_int(name, getattr(self, name), at_least=1)
-        _check_int("seed", self.seed, at_least=0)
+        for name in ("seed", "swap_space"):
+            _check_int(name, getattr(self, name), at_least=0)
         _check_int("max_loras", self.max_loras, at_least=0)
         _check_int("max_lora_rank", self.max_lora_rank, at_least=1)
         if self.max_lora_rank > MAX_LORA_RANK:

@@ -16,7 +16,7 @@ _CPU_BUDGETS = (256, 2048)
 _CUDA_BUDGETS = (1024, 16384)
 
 # They size or fill a KV cache, or change how a decoder is loaded.
-_SAY_NOTHING = ("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization", "max_loras")
+_SAY_NOTHING = ("num_kv_blocks", "kv_cache_memory", "swap_space", "gpu_memory_utilization", "max_loras")
 
 
 def assemble_encoder_engine(config: EngineConfig, loaded: LoadedEncoder, device: torch.device) -> EngineCore:

@@ -1,8 +1,11 @@
-"""How large the KV pool is.
+"""How large the KV pool is, and the pool in host memory for what is preempted.
 
 CPU     half of what the machine has left once the model is loaded, and no more than lets every row of the batch
         hold 1,024 tokens: what is not used by then only fills up with a cache that others could use
 CUDA    gpu_memory_utilization of the device, less what is in use, less what a step of full size takes
+
+Host memory is kept for preempted sequences only where there is a GPU. On a CPU both pools are of the same memory, and
+a larger KV pool serves better than a second one.
 """
 
 from collections.abc import Callable
@@ -16,6 +19,8 @@ from engine.machine import available_memory
 _CPU_SHARE = 0.5
 _CPU_TOKENS_PER_ROW = 1024
 _DEFAULT_GPU_UTILIZATION = 0.9
+_CUDA_SWAP_SPACE = 4 * 2**30
+_CUDA_SWAP_SHARE = 0.25
 
 
 def size_kv_pool(
@@ -53,6 +58,23 @@ def size_kv_pool(
             hint="Free some memory, raise kv_cache_memory or gpu_memory_utilization, or take a smaller model.",
         )
     return num_blocks
+
+
+def size_host_pool(config: EngineConfig, device: torch.device, *, bytes_per_token: int) -> int:
+    """Return the number of blocks that `swap_space` holds beside a null block.
+
+    Raises `ConfigError` if it was asked for and is too small for any.
+    """
+    swap_space = config.swap_space
+    if swap_space is None:
+        swap_space = min(_CUDA_SWAP_SPACE, int(_CUDA_SWAP_SHARE * available_memory())) if device.type == "cuda" else 0
+    num_blocks = swap_space // (bytes_per_token * config.block_size)
+    if config.swap_space and num_blocks < 2:
+        raise ConfigError(
+            f"swap_space of {config.swap_space} bytes does not hold two blocks of {config.block_size} tokens.",
+            hint=f"Make it {2 * bytes_per_token * config.block_size} at least, or 0.",
+        )
+    return max(0, num_blocks - 1)
 
 
 def _available_on_gpu(device: torch.device, utilization: float, run_full_step: Callable[[], None]) -> int:

@@ -14,7 +14,7 @@ from engine.models.adapters import Adapters
 from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
 from engine.pooled_rows import pool_rows
 from engine.sampler import sample
-from kernels.ops import AttentionBatch, KVCache
+from kernels.ops import AttentionBatch, KVCache, copy_block
 
 
 class Model(Protocol):
@@ -33,19 +33,22 @@ class Model(Protocol):
 
 
 class Runner:
-    """Runs plans of a scheduler whose blocks are those of `kv`."""
+    """Runs plans of a scheduler whose blocks are those of `kv`, and those of `host` if it swaps."""
 
-    def __init__(self, model: Model, kv: KVCache, device: torch.device) -> None:
+    def __init__(self, model: Model, kv: KVCache, device: torch.device, host: KVCache | None = None) -> None:
         self._model = model
         self._kv = kv
+        self._caches = {MoveKind.COPY: (kv, kv)}
+        if host:
+            self._caches |= {MoveKind.SWAP_OUT: (kv, host), MoveKind.SWAP_IN: (host, kv)}
         self._device = device
         self._grammar_masks = GrammarMasks(device)
 
     def move_blocks(self, moves: Iterable[BlockMove]) -> None:
         """Carry out a plan's moves, in their order. Nothing is allocated, so that they never run out of memory."""
         for kind, src, dst in moves:
-            assert kind is MoveKind.COPY
-            self._kv.data[:, :, dst].copy_(self._kv.data[:, :, src])
+            source, target = self._caches[kind]
+            copy_block(source, src, target, dst)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens and sample.

@@ -64,15 +64,33 @@ def allocate_kv_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    pin_memory: bool = False,
 ) -> KVCache:
     """Return a cache of `num_blocks` blocks. The null block is zero; the others hold whatever the memory held.
 
-    Zeroing gigabytes would touch pages that a small job never needs, and takes seconds.
+    Zeroing gigabytes would touch pages that a small job never needs, and takes seconds. `pin_memory` is for a cache on
+    the host: a GPU copies from it and to it while the host goes on.
     """
     shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
-    data = torch.empty(shape, dtype=dtype, device=device)
+    data = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
     data[:, :, NULL_BLOCK].zero_()
     return KVCache(data)
+
+
+def copy_block(source: KVCache, src: int, target: KVCache, dst: int) -> None:
+    """Copy block `src` of one cache onto block `dst` of the same or another, in all layers, allocating nothing.
+
+    Caches of one shape but for `num_blocks`. Between a GPU and pinned memory the copy takes its place in the current
+    stream, and the host does not wait for it.
+    """
+    if source.data.device == target.data.device:
+        target.data[:, :, dst].copy_(source.data[:, :, src])
+        return
+    # One contiguous piece at a time: what is strided would go from device to device through a temporary tensor.
+    pieces, places = source.data.flatten(0, 1)[:, src], target.data.flatten(0, 1)[:, dst]
+    for piece, place in zip(pieces, places, strict=True):
+        place.copy_(piece, non_blocking=True)
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

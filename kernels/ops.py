@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import linear, reference, torch_attention, torch_moe
-from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, kv_bytes_per_token
+from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, copy_block, kv_bytes_per_token
 from kernels.linear import Linear
 from kernels.reference import Expert
 from kernels.torch_attention import AttentionPlan
@@ -24,7 +24,7 @@ __all__ = [
     "LayerKV",
     "Linear",
     "allocate_kv_cache",
-    "copy_blocks",
+    "copy_block",
     "gumbel_noise",
     "kernels_for",
     "kv_bytes_per_token",
@@ -119,7 +119,6 @@ _TORCH = Kernels(
 
 _BY_DEVICE_TYPE = {"cpu": _TORCH._replace(pack_linear=linear.onednn_linear)}
 
-copy_blocks = reference.copy_blocks
 gumbel_noise = reference.gumbel_noise
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.cache import AttentionBatch, KVCache, LayerKV
+from kernels.cache import AttentionBatch, LayerKV
 
 Expert = Callable[[Tensor], Tensor]
 """`[num_tokens, hidden_size]` to the same, row by row."""
@@ -177,11 +177,6 @@ def lora_add(x: Tensor, y: Tensor, rows: Tensor, a: Tensor, b: Tensor, columns: 
     """
     product = x[rows].float() @ a.float().T @ b.float().T
     y[rows, columns] += product.to(y.dtype)
-
-
-def copy_blocks(kv: KVCache, src: Tensor, dst: Tensor) -> None:
-    """Copy the blocks `src` onto the blocks `dst` (both `[num_copies]`, integer) in all layers."""
-    kv.data.index_copy_(2, dst.long(), kv.data.index_select(2, src))
 
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -1,11 +1,12 @@
 """The paged KV cache: what is written where, and what copies move."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cache import allocate_kv_cache, kv_bytes_per_token
-from kernels.ops import copy_blocks, kernels_for
+from kernels.ops import copy_block, kernels_for
 
 CPU = torch.device("cpu")
 
@@ -43,13 +44,42 @@ def test_the_null_block_of_a_new_cache_is_zero():
     assert not allocate_kv_cache(1, 4, 16, 2, 8, torch.float32, CPU).data[:, :, 0].any()
 
 
-def test_copied_blocks_are_equal_in_all_layers_and_the_rest_is_untouched():
+def test_a_copied_block_is_equal_in_all_layers_and_the_rest_is_untouched():
     kv = allocate_kv_cache(3, 6, 4, 2, 8, torch.bfloat16, CPU)
     kv.data.copy_(torch.randn(kv.data.shape))
     before = kv.data.clone()
-    copy_blocks(kv, torch.tensor([1, 4]), torch.tensor([5, 2]))
-    assert torch.equal(kv.data[:, :, [5, 2]], before[:, :, [1, 4]])
-    assert torch.equal(kv.data[:, :, [0, 1, 3, 4]], before[:, :, [0, 1, 3, 4]])
+    copy_block(kv, 1, kv, 5)
+    assert torch.equal(kv.data[:, :, 5], before[:, :, 1])
+    assert torch.equal(kv.data[:, :, :5], before[:, :, :5])
+
+
+def test_a_block_goes_to_another_cache_and_back():
+    kv, other = (allocate_kv_cache(3, blocks, 4, 2, 8, torch.float32, CPU) for blocks in (6, 3))
+    for cache in (kv, other):
+        cache.data.copy_(torch.randn(cache.data.shape))
+    before = kv.data.clone()
+    copy_block(kv, 4, other, 2)
+    copy_block(other, 2, kv, 1)
+    assert torch.equal(kv.data[:, :, 1], before[:, :, 4])
+    assert torch.equal(kv.data[:, :, 2:], before[:, :, 2:])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_between_a_gpu_and_pinned_memory_blocks_are_copied_without_allocating():
+    gpu = torch.device("cuda")
+    kv = allocate_kv_cache(3, 6, 4, 2, 8, torch.float16, gpu)
+    host = allocate_kv_cache(3, 4, 4, 2, 8, torch.float16, CPU, pin_memory=True)
+    kv.data.copy_(torch.randn(kv.data.shape))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    copy_block(kv, 5, host, 3)
+    copy_block(host, 3, kv, 2)
+    copy_block(kv, 2, kv, 1)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() == before
+    for copied in (host.data[:, :, 3].to(gpu), kv.data[:, :, 2], kv.data[:, :, 1]):
+        assert torch.equal(copied, kv.data[:, :, 5])
 
 
 def test_bytes_per_token_are_those_of_the_allocation():
