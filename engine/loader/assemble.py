@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelNotSupported
+from engine.loader.experts import ExpertReader
 from engine.loader.sources import TensorSource, check_shapes
-from engine.models.config import ModelConfig
+from engine.models.config import MixtureConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
+from engine.models.expert_names import ExpertNames
 from engine.models.families import Family, WeightNames, expected_shapes
 from engine.models.mlp import DenseFeedForward, FeedForward, activate_and_mul
+from engine.models.moe import GatedExpert, MixtureOfExperts, expert_activation
 from kernels.ops import Linear, kernels_for
 
 _NAMES_SHOWN = 5
@@ -79,6 +82,7 @@ class _Builder:
             attention_out_norm=self._optional_norm(names.attention_out_norm, index),
             feed_forward_norm=self._optional_norm(names.feed_forward_norm, index),
             feed_forward_out_norm=self._optional_norm(names.feed_forward_out_norm, index),
+            sinks=None if names.sinks is None else self.tensor(names.sinks.format(layer=index)),
         )
 
     def linear(self, templates: Sequence[str], *, bias: bool, layer: int = 0) -> Linear:
@@ -99,12 +103,26 @@ class _Builder:
 
     def _feed_forward(self, layer: int) -> FeedForward:
         names, config = self._names, self._config
+        if names.experts is not None and (mixture := config.mixture_of(layer)) is not None:
+            return self._mixture(mixture, names.experts, layer)
         return DenseFeedForward(
             layer,
             gate_up=self.linear(names.gate_up, bias=config.mlp_bias, layer=layer),
             down=self.linear([names.down], bias=config.mlp_bias, layer=layer),
             activate_and_mul=activate_and_mul(kernels_for(self._device), config.activation),
         )
+
+    def _mixture(self, mixture: MixtureConfig, names: ExpertNames, layer: int) -> MixtureOfExperts:
+        kernels, config = kernels_for(self._device), self._config
+        reader = ExpertReader(self._source, names, bias=mixture.bias, dtype=config.dtype, device=self._device)
+        activate = expert_activation(config, mixture, kernels)
+        experts = []
+        for expert in range(mixture.num_experts):
+            weights = reader.read(layer, expert)
+            gate_up = kernels.pack_linear(weights.gate_up, weights.gate_up_bias)
+            experts.append(GatedExpert(gate_up, kernels.pack_linear(weights.down, weights.down_bias), activate))
+        router = self.linear([names.router], bias=mixture.bias, layer=layer)
+        return MixtureOfExperts(mixture, router, experts, kernels)
 
     def _optional_norm(self, template: str | None, layer: int) -> Tensor | None:
         return None if template is None else self.norm(template.format(layer=layer))

@@ -17,7 +17,7 @@ from engine.loader.errors import ModelFileInvalid
 from engine.loader.fields import Fields
 from engine.loader.hf_rope import Rope, read_rope
 from engine.loader.json_file import read_json
-from engine.models.config import Activation, LayerConfig, ModelConfig
+from engine.models.config import Activation, LayerConfig, MixtureConfig, ModelConfig
 from engine.models.families import FAMILIES, SWITCHES, Family
 
 _SUPPORTED = f"Architectures that run: {', '.join(sorted(FAMILIES))}."
@@ -42,7 +42,7 @@ def read_hf_config(folder: Path, max_model_len: int | None = None) -> tuple[Mode
     path = folder / "config.json"
     raw = read_json(path)
     architecture = _architecture(raw, path)
-    _refuse_quantised(raw, path)
+    _refuse_quantised(raw, path, FAMILIES[architecture])
     reader = _Reader(_resolve(raw, path), path, FAMILIES[architecture])
     config = reader.read(architecture, _dtype(raw, path), max_model_len)
     if config.num_heads % config.num_kv_heads:
@@ -61,9 +61,12 @@ def _architecture(raw: Mapping[str, Any], path: Path) -> str:
     raise ModelNotSupported(f"{path} describes {named}, which the engine does not run.", hint=_SUPPORTED)
 
 
-def _refuse_quantised(raw: Mapping[str, Any], path: Path) -> None:
+def _refuse_quantised(raw: Mapping[str, Any], path: Path, family: Family) -> None:
     if quantization := raw.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        experts = family.names.experts
+        if method == "mxfp4" and experts is not None and experts.layout == "mxfp4":
+            return
         raise ModelNotSupported(
             f"{path}: weights quantised with {method} do not run.", hint="Take the unquantised model, or a GGUF file."
         )
@@ -129,7 +132,30 @@ class _Reader:
             logits_divisor=switches["logits_scaling"],
             attention_softcap=switches["attn_logit_softcapping"],
             logits_softcap=switches["final_logit_softcapping"],
+            mixture=None if family.names.experts is None else self._mixture(len(layers)),
         )
+
+    def _mixture(self, num_layers: int) -> MixtureConfig:
+        fields, values = self._fields, self._values
+        step = fields.integer("decoder_sparse_step", 1)
+        dense = {layer for layer in range(num_layers) if (layer + 1) % step} | set(values.get("mlp_only_layers") or ())
+        mixture = MixtureConfig(
+            num_experts=fields.integer("num_local_experts", values.get("num_experts")),
+            experts_per_token=fields.integer("num_experts_per_tok"),
+            intermediate_size=fields.integer("moe_intermediate_size", fields.integer("intermediate_size")),
+            # Families whose files do not say always normalise.
+            normalized=values.get("norm_topk_prob") is not False,
+            bias=self._family.expert_bias,
+            clamped_swiglu=(
+                (fields.number("swiglu_alpha"), fields.number("swiglu_limit")) if self._family.clamped_swiglu else None
+            ),
+            dense_layers=frozenset(dense),
+        )
+        if mixture.experts_per_token > mixture.num_experts:
+            raise ModelFileInvalid(
+                f"{self._path}: num_experts_per_tok is {mixture.experts_per_token} of {mixture.num_experts} experts."
+            )
+        return mixture
 
     def _switch(self, name: str, values: Mapping[str, Any]) -> Any:
         """Return the value of a switch; raise `ModelNotSupported` if it is set and the family does not have it."""

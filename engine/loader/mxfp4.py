@@ -15,9 +15,6 @@ _EXPONENT_SHIFT = 23
 # 2**-127, the scale of exponent 0, is a subnormal float32.
 _SMALLEST_SCALE = 1 << (_EXPONENT_SHIFT - 1)
 
-GROUP_SIZE = 32
-"""Values of a row that share one scale."""
-
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight `[out_features, in_features]` in `dtype`; bfloat16 and float32 hold each value exactly.
@@ -26,5 +23,5 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     """
     bits = scales.int() << _EXPONENT_SHIFT
     factors = bits.masked_fill_(scales == 0, _SMALLEST_SCALE).view(torch.float32)
-    values = F.embedding(blocks.int(), _PAIRS).view(*scales.shape, GROUP_SIZE)
+    values = F.embedding(blocks.int(), _PAIRS.to(blocks.device)).view(*scales.shape, -1)
     return values.mul_(factors.unsqueeze(-1)).flatten(1).to(dtype)

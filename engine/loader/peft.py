@@ -70,9 +70,9 @@ def adapter_targets(config: ModelConfig) -> dict[str, AdapterTarget]:
     # A GGUF file has names of its own, but adapters are not made from it; in Transformers its families share Llama's.
     names = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"]).names
     return {
-        part.module.format(layer=layer): AdapterTarget(layer, part.projection, part.start, part.stop, part.in_features)
+        part.module: AdapterTarget(layer, part.projection, part.start, part.stop, part.in_features)
         for layer in range(config.num_layers)
-        for part in linear_parts(config, names)
+        for part in linear_parts(config, names, layer)
     }
 
 

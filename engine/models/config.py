@@ -53,6 +53,24 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """The mixtures of experts that are the feed-forward of every layer but `dense_layers`.
+
+    A token's weights are the softmax over its own experts' router logits if `normalized`, else their shares of the
+    softmax over all. `bias` is that of the router and of the experts. `clamped_swiglu` is alpha and limit of the kernel
+    of that name, which takes the place of the model's activation.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalized: bool
+    bias: bool
+    clamped_swiglu: tuple[float, float] | None
+    dense_layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder-only model and the switches that its family and its checkpoint set.
 
@@ -83,7 +101,12 @@ class ModelConfig:
     logits_divisor: float = 1.0
     attention_softcap: float | None = None
     logits_softcap: float | None = None
+    mixture: MixtureConfig | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def mixture_of(self, layer: int) -> MixtureConfig | None:
+        """Return the mixture of experts that is this layer's feed-forward, or None if that is dense."""
+        return None if self.mixture is None or layer in self.mixture.dense_layers else self.mixture

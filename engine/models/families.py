@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from engine.models.adapters import Projection
 from engine.models.config import ModelConfig
+from engine.models.expert_names import ExpertLayout, ExpertNames
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -15,7 +16,7 @@ class WeightNames:
     """Names of a checkpoint's modules; those of a layer hold `{layer}`. A tensor is a module's `.weight` or `.bias`.
 
     `qkv` and `gate_up` list the modules that one product joins, in the order of its outputs: one module where the
-    checkpoint holds them joined already. A norm that a family does not have is None.
+    checkpoint holds them joined already. What a family does not have is None; `sinks` is a tensor, `[num_heads]`.
     """
 
     embedding: str
@@ -32,6 +33,15 @@ class WeightNames:
     attention_out_norm: str | None = None
     feed_forward_norm: str | None = None
     feed_forward_out_norm: str | None = None
+    sinks: str | None = None
+    experts: ExpertNames | None = None
+
+    @property
+    def telltale(self) -> str:
+        """A tensor by which a checkpoint shows that it follows these names, and not others of the same family."""
+        if self.experts is not None and self.experts.layout == "mxfp4":
+            return f"{self.experts.down.format(layer=0)}_blocks"
+        return f"{self.embedding}.weight"
 
 
 class LinearPart(NamedTuple):
@@ -56,6 +66,8 @@ class Family:
     float32_norms     norms multiply by their weight before they round to the model's dtype
     scaled_embedding  embeddings are multiplied by the square root of their size
     permuted_rope     a file whose query and key rows pair neighbours instead of halves
+    expert_bias       the router and the experts of a mixture have a bias
+    clamped_swiglu    experts have the gate of gpt-oss
 
     What its configuration may set:
 
@@ -71,13 +83,15 @@ class Family:
     float32_norms: bool = False
     scaled_embedding: bool = False
     permuted_rope: bool = False
+    expert_bias: bool = False
+    clamped_swiglu: bool = False
     fields: frozenset[str] = frozenset()
     windows: Literal["none", "all", "layer_types"] = "none"
 
     def names_in(self, tensors: Container[str]) -> WeightNames:
         """Return the names that a checkpoint holding `tensors` follows; those of today where it follows none."""
         for names in (self.names, *self.other_names):
-            if f"{names.embedding}.weight" in tensors:
+            if names.telltale in tensors:
                 return names
         return self.names
 
@@ -89,6 +103,7 @@ SWITCHES: dict[str, float | None] = {
     "mlp_bias": False,
     "attention_multiplier": None,
     "attn_logit_softcapping": None,
+    "clip_qkv": None,
     "embedding_multiplier": 1.0,
     "final_logit_softcapping": None,
     "logits_scaling": 1.0,
@@ -147,6 +162,23 @@ def _phi3_names() -> WeightNames:
     return replace(names, qkv=(f"{names.layer}self_attn.qkv_proj",), gate_up=(f"{names.layer}mlp.gate_up_proj",))
 
 
+def _with_experts(names: WeightNames, block: str, gate: str, up: str, down: str) -> WeightNames:
+    block = f"{names.layer}{block}."
+    expert = f"{block}experts.{{expert}}."
+    return replace(names, experts=ExpertNames(f"{block}gate", (f"{expert}{gate}", f"{expert}{up}"), f"{expert}{down}"))
+
+
+def _qwen_moe_names() -> WeightNames:
+    return _with_experts(_with_qk_norm(_llama_names()), "mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def _gpt_oss_names(layout: ExpertLayout) -> WeightNames:
+    names = _llama_names()
+    mlp = f"{names.layer}mlp."
+    experts = ExpertNames(f"{mlp}router", (f"{mlp}experts.gate_up_proj",), f"{mlp}experts.down_proj", layout)
+    return replace(names, sinks=f"{names.layer}self_attn.sinks", experts=experts)
+
+
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 _GRANITE_FIELDS = {"attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"}
 _GEMMA2 = Family(
@@ -173,17 +205,29 @@ FAMILIES = {
         names=_with_qk_norm(_gemma_names("model.language_model.")),
         other_names=(_with_qk_norm(_gemma_names("language_model.model.")),),
     ),
+    "GptOssForCausalLM": Family(
+        _gpt_oss_names("mxfp4"),
+        other_names=(_gpt_oss_names("stacked"),),
+        float32_norms=True,
+        expert_bias=True,
+        clamped_swiglu=True,
+        fields=frozenset({"attention_bias"}),
+        windows="layer_types",
+    ),
     "GraniteForCausalLM": Family(_llama_names(), fields=_BIASES | _GRANITE_FIELDS),
     "LlamaForCausalLM": Family(_llama_names(), fields=_BIASES),
     "MistralForCausalLM": Family(_llama_names(), windows="all"),
+    "MixtralForCausalLM": Family(_with_experts(_llama_names(), "block_sparse_moe", "w1", "w3", "w2"), windows="all"),
     "Olmo2ForCausalLM": Family(
         _olmo2_names(), qk_norm_over="projection", float32_norms=True, fields=frozenset({"attention_bias"})
     ),
+    "OlmoeForCausalLM": Family(_qwen_moe_names(), qk_norm_over="projection", fields=frozenset({"attention_bias"})),
     "Phi3ForCausalLM": Family(_phi3_names(), fields=frozenset({"partial_rotary_factor"}), windows="all"),
     "Qwen2ForCausalLM": Family(_llama_names(), qkv_bias=True, windows="layer_types"),
     "Qwen3ForCausalLM": Family(
         _with_qk_norm(_llama_names()), fields=frozenset({"attention_bias"}), windows="layer_types"
     ),
+    "Qwen3MoeForCausalLM": Family(_qwen_moe_names(), fields=frozenset({"attention_bias"}), windows="all"),
     "SmolLM3ForCausalLM": Family(_llama_names(), fields=_BIASES | {"no_rope_layers"}, windows="layer_types"),
 }
 
@@ -215,31 +259,38 @@ def expected_shapes(config: ModelConfig, family: Family, names: WeightNames) -> 
     if not config.tie_word_embeddings:
         shapes[f"{names.lm_head}.weight"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        for part in linear_parts(config, names):
-            module, out_features = part.module.format(layer=layer), part.stop - part.start
-            shapes[f"{module}.weight"] = (out_features, part.in_features)
+        for part in linear_parts(config, names, layer):
+            out_features = part.stop - part.start
+            shapes[f"{part.module}.weight"] = (out_features, part.in_features)
             if part.bias:
-                shapes[f"{module}.bias"] = (out_features,)
+                shapes[f"{part.module}.bias"] = (out_features,)
         for norm, size in _norms(config, family, names):
             if norm is not None:
                 shapes[f"{norm.format(layer=layer)}.weight"] = (size,)
+        if names.sinks is not None:
+            shapes[names.sinks.format(layer=layer)] = (config.num_heads,)
+        if names.experts is not None and (mixture := config.mixture_of(layer)) is not None:
+            shapes.update(names.experts.shapes(mixture, config.hidden_size, layer))
     return shapes
 
 
-def linear_parts(config: ModelConfig, names: WeightNames) -> Iterator[LinearPart]:
-    """Yield every linear module that a checkpoint holds for each layer."""
+def linear_parts(config: ModelConfig, names: WeightNames, layer: int) -> Iterator[LinearPart]:
+    """Yield every linear module that a checkpoint holds for a layer, but those of a mixture of experts."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, intermediate = config.hidden_size, config.intermediate_size
-    joined: tuple[tuple[Projection, tuple[str, ...], tuple[int, ...], int, bool], ...] = (
+    joined: list[tuple[Projection, tuple[str, ...], tuple[int, ...], int, bool]] = [
         ("qkv", names.qkv, (query, kv, kv), hidden, config.qkv_bias),
         ("attention_out", (names.attention_out,), (hidden,), query, config.attention_out_bias),
-        ("gate_up", names.gate_up, (intermediate, intermediate), hidden, config.mlp_bias),
-        ("down", (names.down,), (hidden,), intermediate, config.mlp_bias),
-    )
+    ]
+    if config.mixture_of(layer) is None:
+        joined += [
+            ("gate_up", names.gate_up, (intermediate, intermediate), hidden, config.mlp_bias),
+            ("down", (names.down,), (hidden,), intermediate, config.mlp_bias),
+        ]
     for projection, modules, sizes, in_features, bias in joined:
         start = 0
         for module, size in zip(modules, sizes if len(modules) > 1 else (sum(sizes),), strict=True):
-            yield LinearPart(module, projection, start, start + size, in_features, bias)
+            yield LinearPart(module.format(layer=layer), projection, start, start + size, in_features, bias)
             start += size
 
 

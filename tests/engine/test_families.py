@@ -14,15 +14,19 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -120,6 +124,41 @@ FAMILY_CASES = {
             "logits_scaling": 3.0,
         },
     ),
+}
+QWEN3_MOE = {"head_dim": 64, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+FAMILY_CASES |= {
+    # Two of 40 experts for 70 tokens: some get none.
+    "mixtral": Case(MixtralConfig, {"num_local_experts": 40, "num_experts_per_tok": 2, "head_dim": 80}),
+    "mixtral, window": Case(MixtralConfig, {"num_local_experts": 5, "sliding_window": 17, "hidden_act": "gelu"}),
+    "qwen3 moe": Case(Qwen3MoeConfig, {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3 moe, shares of all": Case(Qwen3MoeConfig, {**QWEN3_MOE, "norm_topk_prob": False, "attention_bias": True}),
+    "qwen3 moe, dense layers": Case(
+        Qwen3MoeConfig, {**QWEN3_MOE, "num_hidden_layers": 5, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+    ),
+    "qwen3 moe, window": Case(Qwen3MoeConfig, {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 20}),
+    "gpt-oss": Case(
+        GptOssConfig,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 4,
+            "head_dim": 64,
+            "sliding_window": 24,
+            "swiglu_limit": 2.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gpt-oss, no biases of attention": Case(
+        GptOssConfig, {"num_local_experts": 3, "num_experts_per_tok": 1, "attention_bias": False, "head_dim": 32}
+    ),
+    "olmoe": Case(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False}),
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
 ROPE_CASES = {
