@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from engine.errors import RequestError
+from engine.messages import NewRequest
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 
@@ -26,6 +27,8 @@ def test_it_can_be_hashed_and_sent_to_another_process():
     for given in (StructuredOutput(json={}), StructuredOutput(choice=["a", "b"]), StructuredOutput(json_object=True)):
         assert pickle.loads(pickle.dumps(given)) == given
         assert len({given, pickle.loads(pickle.dumps(given))}) == 1
+        asked = NewRequest(0, "text", SamplingParams(structured_output=given))
+        assert pickle.loads(pickle.dumps(asked)) == asked
     assert StructuredOutput(choice=["a"]) == StructuredOutput(choice=("a",))
 
 
