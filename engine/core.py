@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.answers import AnswerWriter
@@ -103,8 +104,10 @@ class EngineCore:
         if not self._unencoded or self.scheduler.num_waiting + len(self._grammars) >= batch_size:
             return
         requests = [self._unencoded.popleft() for _ in range(min(batch_size, len(self._unencoded)))]
-        self._take_in_to_pool([request for request in requests if isinstance(request.params, PoolingParams)])
-        self._take_in_to_generate([request for request in requests if isinstance(request.params, SamplingParams)])
+        # In runs, so that requests of both kinds keep their order.
+        for pools, run in groupby(requests, lambda request: isinstance(request.params, PoolingParams)):
+            take_in = self._take_in_to_pool if pools else self._take_in_to_generate
+            take_in(list(run))
 
     def _take_in_to_pool(self, requests: list[NewRequest]) -> None:
         if self._pooling is None:

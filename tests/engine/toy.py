@@ -18,10 +18,12 @@ from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache
+from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache, gumbel_noise
 
 VOCAB_SIZE = 260
 EOS = 257
+# The logit of the toy's next token; all others are 0. At temperature 4 it is drawn about every third time.
+CERTAINTY = 20
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -32,12 +34,19 @@ def next_token(context: Sequence[int]) -> int:
     return EOS if value % 23 == 0 else value % 256
 
 
-def answer(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    """What the engine has to give for a greedy request."""
+def answer(
+    prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False, temperature: float = 0, seed: int = 0
+) -> list[int]:
+    """What the engine has to give for a request that is greedy, or one that samples with this seed."""
     context = list(prompt)
     while len(context) < len(prompt) + max_tokens:
-        context.append(next_token(context))
-        if context[-1] == EOS and not ignore_eos:
+        token = next_token(context)
+        if temperature:
+            noise = gumbel_noise(torch.tensor([seed]), torch.tensor([len(context)]), VOCAB_SIZE)[0]
+            noise[token] += CERTAINTY / temperature
+            token = int(noise.argmax())
+        context.append(token)
+        if token == EOS and not ignore_eos:
             break
     return context[len(prompt) :]
 
@@ -60,7 +69,7 @@ class ToyModel:
         return torch.tensor(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB_SIZE).float() * 20
+        return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB_SIZE).float() * CERTAINTY
 
 
 class FaultyRunner:
@@ -94,11 +103,24 @@ def toy_limits(**options) -> SchedulerConfig:
 
 def toy_runner(limits: SchedulerConfig, model=None) -> Runner:
     cpu = torch.device("cpu")
-    kv = allocate_kv_cache(1, limits.num_kv_blocks, limits.block_size, 1, 2, torch.float32, cpu)
-    return Runner(model or ToyModel(), kv, cpu)
+    kv, host = (
+        allocate_kv_cache(1, num_blocks, limits.block_size, 1, 2, torch.float32, cpu)
+        for num_blocks in (limits.num_kv_blocks, limits.num_host_blocks + 1)
+    )
+    return Runner(model or ToyModel(), kv, cpu, host)
 
 
-def toy_core(limits: SchedulerConfig | None = None, *, runner=None, tokenizer=None, seed: int = 0) -> EngineCore:
+def run_step(scheduler: Scheduler, runner: Runner, token_budget: int | None = None) -> list[Request]:
+    """Schedule, execute and commit one step, as the loop does, and return the requests that it finished."""
+    plan = scheduler.schedule(token_budget)
+    assert plan.rows, "there are requests, and nothing runs"
+    runner.move_blocks(plan.moves)
+    return scheduler.commit(plan, runner.execute(plan))
+
+
+def toy_core(
+    limits: SchedulerConfig | None = None, *, runner=None, tokenizer=None, seed: int = 0, adapters=None, pooling=None
+) -> EngineCore:
     limits = limits or toy_limits()
     info = EngineInfo(
         model="toy",
@@ -112,12 +134,14 @@ def toy_core(limits: SchedulerConfig | None = None, *, runner=None, tokenizer=No
         block_size=limits.block_size,
     )
     return EngineCore(
-        Scheduler(limits),
+        Scheduler(limits, adapters),
         runner or toy_runner(limits),
         info,
         tokenizer=tokenizer,
         eos_token_ids=frozenset({EOS}),
         seed=seed,
+        adapters=adapters,
+        pooling=pooling,
     )
 
 
