@@ -12,6 +12,8 @@ from engine.loader.errors import ModelFileInvalid
 from engine.loader.json_file import read_json
 
 _NAMES_SHOWN = 5
+# What is read through one mapping of a file; opening it again costs about a millisecond.
+_MAPPED_BYTES = 32 << 20
 
 
 class TensorSource(Protocol):
@@ -40,26 +42,59 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, tuple[Any, Path]] = {}
+        self._files: dict[str, _MappedFile] = {}
         for path in _files(folder):
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise _unreadable(path, error) from error
+            file = _MappedFile(path)
+            shapes = file.shapes()
             self.shapes |= shapes
-            self._files |= dict.fromkeys(shapes, (file, path))
+            self._files |= dict.fromkeys(shapes, file)
 
     def read(self, name: str) -> Tensor:
-        file, path = self._files[name]
-        try:
-            tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from error
+        tensor = self._files[name].read(name)
         # Bytes are MXFP4's: a checkpoint with any other use for them has been refused, by its configuration or shapes.
         if not tensor.is_floating_point() and tensor.dtype != torch.uint8:
-            raise ModelNotSupported(f"Tensor {name} of {path} is {tensor.dtype}: quantised weights do not run yet.")
+            raise ModelNotSupported(
+                f"Tensor {name} of {self._files[name].path} is {tensor.dtype}: quantised weights do not run yet."
+            )
         return tensor
+
+
+class _MappedFile:
+    """A file mapped into memory, and mapped anew now and then.
+
+    Pages that were read stay in the process's memory for as long as their mapping does: a model read through one
+    mapping takes its size twice, once copied and once mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        try:
+            return {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise self._unreadable(error) from error
+
+    def read(self, name: str) -> Tensor:
+        if self._bytes_read >= _MAPPED_BYTES:
+            self._open()
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise self._unreadable(error) from error
+        self._bytes_read += tensor.nbytes
+        return tensor
+
+    def _open(self) -> None:
+        try:
+            self._file: Any = safe_open(self.path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(error) from error
+        self._bytes_read = 0
+
+    def _unreadable(self, error: Exception) -> ModelFileInvalid:
+        return ModelFileInvalid(f"{self.path} is corrupt or truncated ({error}).", hint="Fetch it again.")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -75,13 +110,8 @@ def _files(folder: Path) -> list[Path]:
     # Mistral's repositories hold the same weights a second time, in a layout of their own.
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if not files:
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
         raise ModelFileInvalid(
             f"{folder} holds no .safetensors file.",
-            hint="Pickled weights can run code and are never loaded: convert them to safetensors." if pickled else "",
+            hint="Pickled weights (.bin, .pt) can run code and are never loaded: convert them to safetensors.",
         )
     return files
-
-
-def _unreadable(path: Path, error: Exception) -> ModelFileInvalid:
-    return ModelFileInvalid(f"{path} is corrupt or truncated ({error}).", hint="Fetch it again.")
