@@ -94,7 +94,7 @@ def _dead_segment(spec: JobSpec, stores: Stores, shard: Shard, record: DeadShard
     output_lines = 0
     for planned in shard_rows(spec, stores, shard):
         row = planned.row if isinstance(planned.row, Row) else None
-        error = planned.row if isinstance(planned.row, RowError) else _never_finished(planned.row, record.tries)
+        error = planned.row if isinstance(planned.row, RowError) else _never_finished(planned.row, record)
         lines = lines_for(spec, planned.index, planned.line, row, error)
         output += lines.output or b""
         output_lines += lines.output is not None
@@ -116,10 +116,11 @@ def _dead_segment(spec: JobSpec, stores: Stores, shard: Shard, record: DeadShard
     )
 
 
-def _never_finished(row: Row, tries: int) -> RowError:
+def _never_finished(row: Row, shard: DeadShard) -> RowError:
+    why = f"; the last try ended with: {shard.fault}" if shard.fault else "."
     return RowError(
         code="engine_error",
-        message=f"The shard of this row was tried {tries} times, and no worker finished it.",
+        message=f"The shard of this row was tried {shard.tries} times, and no worker finished it{why}",
         line=row.line,
         byte=row.offset,
         custom_id=row.custom_id,

@@ -11,7 +11,7 @@ from jobs.settings import Settings
 from jobs.spec import model_key
 
 CONTROL_QUEUE = "pm.control"
-PLAN, ASSEMBLE, SWEEP, WORK = "pm.plan", "pm.assemble", "pm.sweep", "pm.work"
+PLAN, ASSEMBLE, WORK = "pm.plan", "pm.assemble", "pm.work"
 
 _KEY_PREFIX = "pm:bk:"
 # Redelivery is not how work is recovered here (leases are, within a minute): a short one would only double messages.
@@ -70,14 +70,6 @@ def make_app(settings: Settings) -> Celery:
             "client_name": "pagemill-broker",
             "unacked_restore_interval": 10,
             "unacked_restore_throttle": 1,
-        },
-        beat_schedule={
-            "sweep": {
-                "task": SWEEP,
-                "schedule": settings.sweep_every,
-                # A sweep that nobody fetched in time is of no use beside the next one.
-                "options": {"queue": CONTROL_QUEUE, "expires": settings.sweep_every},
-            }
         },
     )
     return app

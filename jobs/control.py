@@ -14,8 +14,8 @@ from redis.exceptions import LockError
 from redis.lock import Lock
 
 from jobs.assemble import assemble
-from jobs.broker import PLAN, Tokens, model_queue, queue_key
-from jobs.errors import PagemillError, PreconditionFailed, RowError, ServiceUnreachable
+from jobs.broker import CONTROL_QUEUE, PLAN, Tokens, model_queue, queue_key
+from jobs.errors import PagemillError, PreconditionFailed, RowError, ServiceUnreachable, StorageError
 from jobs.ledger import Ledger
 from jobs.planner import Plan, Planned, dump_plan, load_plan, plan
 from jobs.settings import Settings
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 _LOCK_TTL_S = 60
 _MISSED_SWEEPS = 6
 """After so many, people are told that nobody sweeps."""
+_TURN = 0.9
+"""Of the interval between two sweeps: so long after one, other control workers leave it at that."""
 _FIRST_TOKENS = 64
 """Tokens sent when a job opens; the sweeper sends more where more slots are free."""
 
@@ -77,22 +79,34 @@ class Control:
                 assemble(spec, self._ledger, self._stores, keep_lock)
             except ServiceUnreachable:
                 raise
+            except StorageError as error:
+                # Every answer is in storage, and the sweeper sends the job here again: nothing is lost by waiting for
+                # someone to mend what is refused.
+                log.error("job %s cannot be assembled yet: %s", job_id, error)
+                self._ledger.stall(job_id, str(error))
             except PagemillError as error:
                 log.error("job %s cannot be assembled: %s", job_id, error.message)
                 state = self._ledger.state(job_id) or ""
                 fault = RowError(code=error.code, message=f"{error.message} {error.hint}".rstrip())
                 self._ledger.fail(job_id, [fault], error_count=1, error_url=None, from_state=state)
 
+    def sweep_in_turn(self) -> None:
+        """Sweep, unless another control worker has just done so."""
+        if self._ledger.claim_sweep(_TURN * self._settings.sweep_every):
+            self.sweep()
+
     def sweep(self) -> None:
         """Take back expired leases, send the tokens that are missing, and drive on jobs that were left standing."""
         self._ledger.announce_sweep(_MISSED_SWEEPS * self._settings.sweep_every)
+        # While control workers have tokens to take, what is missing may be among them.
+        idle = not self._ledger.client.llen(queue_key(CONTROL_QUEUE))
         ready: Counter[str] = Counter()
         leased: Counter[str] = Counter()
         for job_id in self._ledger.live_jobs():
             match self._ledger.state(job_id):
-                case "validating" if not self._ledger.lock(job_id, "plan", _LOCK_TTL_S).locked():
+                case "validating" if idle and not self._ledger.lock(job_id, "plan", _LOCK_TTL_S).locked():
                     self._tokens.send(PLAN, job_id)
-                case "finalizing" | "cancelling" if not self._ledger.lock(job_id, "fin", _LOCK_TTL_S).locked():
+                case "finalizing" | "cancelling" if idle and not self._ledger.lock(job_id, "fin", _LOCK_TTL_S).locked():
                     self._tokens.assemble(job_id)
                 case "in_progress":
                     expired, waiting, running = self._ledger.expire(job_id)

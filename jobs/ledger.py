@@ -3,7 +3,7 @@
     pm:jobs, pm:live          Z  job id -> created; all of them, and those that have not ended
     pm:active:<model>         Z  job id -> created; those with shards to hand out
     pm:worker:<id>            S  what a live worker says of itself, with an expiry;  pm:workers indexes them
-    pm:swept                  S  when jobs were last driven on, with an expiry
+    pm:swept, pm:sweeping     S  when jobs were last driven on, with an expiry: for people, and for the next sweep
     pm:{<job>}:job            H  state, spec, counters, times
              :ready           Z  shard -> its place in line
              :leases          Z  shard -> expiry in ms by the server's clock
@@ -48,7 +48,7 @@ Verdict = Literal["ok", "superseded", "lost", "stop"]
 
 _COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
 _CHUNK = 500
-_UNDRIVEN = "no control worker plans, assembles and sweeps; start `pagemill worker --control` and `pagemill beat`"
+_UNDRIVEN = "no control worker plans, assembles and sweeps; start `pagemill worker --control`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,10 @@ class Ledger:
         }
         return self._finish(manifest.job_id, from_state, manifest.state, fields)
 
+    def stall(self, job_id: str, reason: str) -> None:
+        """Let people see why a job does not come to its end."""
+        self.client.hset(self._key(job_id, "job"), "stalled", reason)
+
     def cancel(self, job_id: str) -> str:
         """Stop a job. 'ok', or the state that forbids it."""
         keys = self._keys(job_id, "job", "ready", "leases", "own", "progress")
@@ -211,7 +215,7 @@ class Ledger:
         """
         for job_id in self._candidates(model):
             spec = self.spec(job_id)
-            keys = self._keys(job_id, "job", "ready", "leases", "own", "commit", "tries", "shards")
+            keys = self._keys(job_id, "job", "ready", "leases", "own", "commit", "tries", "shards", "faults")
             args = [job_id, attempt, _ms(ttl), spec.max_tries, _now()]
             reply = self._run("lease", [*keys, f"pm:active:{model_key(model)}"], args)
             if reply[0] == "ok":
@@ -236,11 +240,18 @@ class Ledger:
 
     def give_back(self, lease: Lease) -> bool:
         """Put the shard back because this worker was asked to stop. The try does not count."""
-        return self._release(lease, "")
+        return self._release(lease, "", 0)
 
-    def release(self, lease: Lease, fault: str) -> bool:
-        """Put the shard back because this try failed; the try counts, and people can see the fault."""
-        return self._release(lease, fault or "unknown fault")
+    def release(self, lease: Lease, fault: str, rest: float = 0) -> bool:
+        """Put the shard back because this try failed; the try counts, and people can see the fault.
+
+        It is ready again after `rest` seconds, twice as long after each further try: what failed may be mended by then.
+        """
+        return self._release(lease, fault or "unknown fault", rest)
+
+    def complain(self, lease: Lease, fault: str) -> None:
+        """Let people see why a shard makes no progress, while it is worked on."""
+        self.client.hset(self._key(lease.job_id, "faults"), str(lease.shard.index), fault)
 
     def expire(self, job_id: str, limit: int = 1000) -> tuple[int, int, int]:
         """Take back shards whose leases ran out: (expired, ready, leased)."""
@@ -288,7 +299,7 @@ class Ledger:
             raise _no_such_job(job_id)
         spec = JobSpec.model_validate_json(fields["spec"])
         view = _view(spec, fields, sum(map(int, progress)), leased)
-        return view if view.terminal else view.model_copy(update={"reason": self._reason(view)})
+        return view if view.terminal else view.model_copy(update={"reason": self._reason(view, fields.get("stalled"))})
 
     # --- workers ------------------------------------------------------------------------------------------------
 
@@ -302,6 +313,10 @@ class Ledger:
     def withdraw(self, worker_id: str) -> None:
         self.client.delete(f"pm:worker:{worker_id}")
         self.client.srem("pm:workers", worker_id)
+
+    def claim_sweep(self, ttl: float) -> bool:
+        """Whether this caller is the first in `ttl` seconds."""
+        return bool(self.client.set("pm:sweeping", _now(), px=_ms(ttl), nx=True))
 
     def announce_sweep(self, ttl: float) -> None:
         """Say that jobs are being driven on; it is forgotten `ttl` seconds after the last sweep."""
@@ -342,9 +357,9 @@ class Ledger:
         keys = [keys[0], "pm:live", self._active(job_id), *keys[1:]]
         return cast(str, self._run("finish", keys, [job_id, from_state, to_state, _now(), *_flat(fields)]))
 
-    def _release(self, lease: Lease, fault: str) -> bool:
+    def _release(self, lease: Lease, fault: str, rest: float) -> bool:
         keys = self._keys(lease.job_id, "ready", "leases", "own", "tries", "progress", "faults")
-        return bool(self._run("release", keys, [lease.shard.index, lease.attempt, fault]))
+        return bool(self._run("release", keys, [lease.shard.index, lease.attempt, fault, _ms(rest)]))
 
     def _candidates(self, model: str) -> list[str]:
         job_ids = cast(list[str], self.client.zrange(f"pm:active:{model_key(model)}", 0, -1))
@@ -360,11 +375,11 @@ class Ledger:
         ]
         return [job_id for _, _, job_id in sorted(waiting)]
 
-    def _reason(self, view: JobView) -> str | None:
+    def _reason(self, view: JobView, stalled: str | None) -> str | None:
         """Why a job makes no progress, where that can be told."""
         undriven = None if self.client.exists("pm:swept") else _UNDRIVEN
         if view.state != "in_progress":
-            return undriven
+            return undriven or (stalled and f"the result cannot be written, and is tried again: {stalled}")
         serving = [worker for worker in self.workers() if worker.model == view.model]
         if not serving:
             return (

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from jobs.errors import RowError
 from jobs.layout import JobLayout
@@ -69,14 +69,21 @@ class SegmentRecord(_Frozen):
 
 
 class DeadShard(_Frozen):
-    """The commit record of a shard that was tried too often: each of its rows is an error."""
+    """The commit record of a shard that was tried too often: each of its rows is an error.
+
+    `fault` is why it was put back last; one whose workers all died never said.
+    """
 
     dead: Literal[True]
     tries: int
+    fault: str | None = None
+
+
+_RECORD: TypeAdapter[SegmentRecord | DeadShard] = TypeAdapter(SegmentRecord | DeadShard)
 
 
 def load_record(data: str) -> SegmentRecord | DeadShard:
-    return DeadShard.model_validate_json(data) if '"dead"' in data[:16] else SegmentRecord.model_validate_json(data)
+    return _RECORD.validate_json(data)
 
 
 class ManifestSegment(_Frozen):

@@ -4,7 +4,6 @@ In that order, so that whatever the ledger knows of is in storage. A submit that
 no job refers to, and no job that cannot run.
 """
 
-import os
 import sys
 import time
 
@@ -77,15 +76,7 @@ def _check_output(url: str, source: str, stores: Stores) -> None:
     """Find out now what would else be found out when all the work is done."""
     if url == absolute_url(source):
         raise UsageError(f"The output {url} would overwrite the input.", hint="Give the output another name.")
-    if not url.startswith("file://"):
-        stores.writer(url)  # asks nobody, but knows a URL that no object can have
-        return
-    path = path_of(url)
-    if path.is_dir():
-        raise UsageError(f"The output {path} is a folder.", hint="Name a file in it.")
-    folder = next(parent for parent in path.parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"The output {path} cannot be written: {folder} is no folder that can be written to.")
+    stores.check_writable(url)
 
 
 def _place_input(source: str, layout: JobLayout, stores: Stores) -> InputRef:

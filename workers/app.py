@@ -15,12 +15,13 @@ from celery import Celery, signals
 
 from engine.config import EngineConfig
 from engine.info import EngineInfo
-from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, SWEEP, WORK, Tokens, make_app, model_queue
+from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, WORK, Tokens, make_app, model_queue
 from jobs.control import Control
 from jobs.ledger import Ledger, connect
 from jobs.records import WorkerView
 from jobs.settings import Settings
 from jobs.storage import Stores
+from jobs.sweeper import Sweeper
 from workers.heartbeat import Heartbeat
 from workers.host import EngineHost
 from workers.slot import SlotContext, Stopping, work
@@ -68,9 +69,12 @@ def serve_control(settings: Settings) -> int:
     control = Control(ledger, Stores(settings), Tokens(app), settings)
     app.task(name=PLAN)(control.plan)
     app.task(name=ASSEMBLE)(control.assemble)
-    app.task(name=SWEEP)(control.sweep)
-    control.sweep()  # what was left standing need not wait for the next beat
-    return _run(app, settings, CONTROL_QUEUE, _CONTROL_SLOTS, lambda: None)
+    sweeper = Sweeper(control.sweep_in_turn, settings.sweep_every)
+    sweeper.start()
+    try:
+        return _run(app, settings, CONTROL_QUEUE, _CONTROL_SLOTS, lambda: None)
+    finally:
+        sweeper.stop()
 
 
 def slots_for(max_num_seqs: int) -> int:

@@ -48,7 +48,7 @@ def outcome_of(row: Row, output: RequestOutput) -> Completion | RowError:
         prompt_tokens=len(output.prompt_token_ids),
         completion_tokens=sum(len(answer.token_ids) for answer in output.outputs),
         cached_tokens=output.num_cached_tokens,
-        prompt_logprobs=None if of_prompt is None else tuple(token and _logprob(token) for token in of_prompt),
+        prompt_logprobs=None if of_prompt is None else tuple(_logprob(token) if token else None for token in of_prompt),
     )
 
 

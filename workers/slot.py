@@ -6,6 +6,7 @@ does not drain at the end of a shard.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,7 +22,7 @@ from redis.exceptions import RedisError
 from engine.errors import EngineDied, RequestError
 from engine.outputs import RequestOutput
 from jobs.broker import Tokens
-from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable
+from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable, StorageError
 from jobs.ledger import Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord
@@ -36,6 +37,8 @@ from workers.spool import Spool
 log = logging.getLogger(__name__)
 
 _RETRY_S, _MAX_RETRY_S = 0.5, 15.0
+_REFUSAL_PATIENCE_S = 600.0
+_REST_S = 15.0
 
 T = TypeVar("T")
 
@@ -235,8 +238,20 @@ class Attempt:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _put(self, spool: Spool) -> SegmentRecord:
-        context = self._context
-        return self._persistently(lambda: spool.put(self._lease.spec, self._lease, context.stores, context.engine_name))
+        """Put the segment. A store that refuses it is asked again for a while: someone may give back the permission or
+        the quota that is missing, and the answers are dearer than the wait."""
+        context, lease = self._context, self._lease
+        deadline = time.monotonic() + _REFUSAL_PATIENCE_S
+        while True:
+            try:
+                return self._persistently(lambda: spool.put(lease.spec, lease, context.stores, context.engine_name))
+            except StorageError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                log.error("job %s shard %d: %s; trying again", lease.job_id, lease.shard.index, error)
+                self._persistently(partial(context.ledger.complain, lease, str(error)))
+                self._raise_if_ended()
+                context.stopping.wait(_MAX_RETRY_S)
 
     def _commit(self, record: SegmentRecord) -> None:
         verdict = self._persistently(lambda: self._context.ledger.commit(self._lease, record))
@@ -258,7 +273,7 @@ class Attempt:
             ledger, fault = self._context.ledger, RowError(code=error.code, message=str(error))
             ledger.fail(self._lease.job_id, [fault], error_count=1, error_url=None, from_state="in_progress")
         else:
-            self._context.ledger.release(self._lease, str(error))
+            self._context.ledger.release(self._lease, str(error), _REST_S)
 
     def _persistently(self, act: Callable[[], T]) -> T:
         """Do it again until the service answers: work that is done is not thrown away because a server restarts."""

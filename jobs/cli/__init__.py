@@ -13,7 +13,7 @@ from rich.console import Console
 from jobs.cli.doctor import doctor
 from jobs.cli.inspect import cancel, errors, list_jobs, results, status, watch
 from jobs.cli.run import run
-from jobs.cli.services import beat, up
+from jobs.cli.services import up
 from jobs.cli.submit import submit
 from jobs.errors import PagemillError, UsageError
 from jobs.ledger import unreachable
@@ -35,7 +35,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "results": results,
         "errors": errors,
     },
-    "Services": {"up": up, "beat": beat},
+    "Services": {"up": up},
     "Operations": {"doctor": doctor},
 }
 

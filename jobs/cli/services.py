@@ -1,4 +1,4 @@
-"""The services of one machine: `pagemill up` runs all of them, `pagemill beat` the clock alone."""
+"""The services of one machine: `pagemill up` runs all of them."""
 
 import logging
 import signal
@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from jobs.broker import make_app
 from jobs.cli.logs import log_to_stderr
 from jobs.cli.options import EngineOptions, JsonLogs, Model, with_groups
 from jobs.errors import UsageError
@@ -33,7 +32,6 @@ def children(
     serve = [*_PAGEMILL, "worker", "--model", model, *engine.argv, *logs]
     return [
         Child("control", [*_PAGEMILL, "worker", "--control", *logs], env),
-        Child("beat", [*_PAGEMILL, "beat", *logs], env),
         *(Child(f"worker-{n}", serve, env) for n in range(workers)),
     ]
 
@@ -45,7 +43,7 @@ def up(
     workers: Annotated[int, typer.Option(min=1, help="How many workers for the model; one a GPU.")] = 1,
     json: JsonLogs = False,
 ) -> None:
-    """Run all services here until Ctrl-C: Valkey (unless PAGEMILL_REDIS_URL is set), control, beat and workers."""
+    """Run all services here until Ctrl-C: Valkey (unless PAGEMILL_REDIS_URL is set), control and workers."""
     log_to_stderr(as_json=json)
     config = settings()
     stop = threading.Event()
@@ -64,13 +62,3 @@ def up(
         while not stop.is_set():
             if supervisor.failed.wait(0.2):
                 raise supervisor.failure or UsageError("A service failed.")
-
-
-def beat(json: JsonLogs = False) -> None:
-    """Run the clock that makes control workers sweep. Two are harmless."""
-    log_to_stderr(as_json=json)
-    config = settings()
-    connect(config.ledger_url).close()
-    app = make_app(config)
-    # The schedule is one fixed interval: there is nothing to remember in a file.
-    app.Beat(scheduler_cls="celery.beat:Scheduler", loglevel=logging.WARNING, quiet=True).run()

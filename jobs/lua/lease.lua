@@ -1,5 +1,5 @@
 -- Hand one shard of a job to one attempt, with a fence that only grows.
--- KEYS job, ready, leases, own, commit, tries, shards, active   ARGV id, attempt, ttl_ms, max_tries, now_s
+-- KEYS job, ready, leases, own, commit, tries, shards, faults, active   ARGV id, attempt, ttl_ms, max_tries, now_s
 -- Returns {'ok', shard, fence, plan}, {'empty'}, or {'stop', state}.
 -- An attempt that holds a shard gets the same answer again: the first reply may have been lost.
 -- Tries are counted here and not at failure, since a shard that kills its worker never reports one.
@@ -25,10 +25,11 @@ while true do
       redis.call('HSETNX', KEYS[1], 'started_at', ARGV[5])
       return {'ok', shard, tostring(fence), redis.call('HGET', KEYS[7], shard)}
     end
-    redis.call('HSET', KEYS[5], shard, cjson.encode({dead = true, tries = tries - 1}))
+    local fault = redis.call('HGET', KEYS[8], shard) or nil
+    redis.call('HSET', KEYS[5], shard, cjson.encode({dead = true, tries = tries - 1, fault = fault}))
     if redis.call('HINCRBY', KEYS[1], 'settled', 1) == tonumber(redis.call('HGET', KEYS[1], 'total')) then
       redis.call('HSET', KEYS[1], 'state', 'finalizing', 'finalizing_at', ARGV[5])
-      redis.call('ZREM', KEYS[8], ARGV[1])
+      redis.call('ZREM', KEYS[9], ARGV[1])
       return {'stop', 'finalizing'}
     end
   end

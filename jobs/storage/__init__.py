@@ -70,6 +70,9 @@ class Stores:
     def writer(self, url: str, size: int | None = None) -> ObjectWriter:
         return self.at(url).writer(url, size)
 
+    def check_writable(self, url: str) -> None:
+        self.at(url).check_writable(url)
+
     def concat(self, sources: Sequence[ObjectInfo], url: str) -> ObjectInfo:
         if all(_scheme(source.url) == _scheme(url) for source in sources):
             return self.at(url).concat(sources, url)

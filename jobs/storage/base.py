@@ -79,6 +79,10 @@ class Store(Protocol):
         """A writer for an object of about `size` bytes, where that is known: it decides the parts of an upload."""
         ...
 
+    def check_writable(self, url: str) -> None:
+        """Raises StorageError or UsageError where an object of that URL could not be written. Leaves nothing there."""
+        ...
+
     def concat(self, sources: Sequence[ObjectInfo], url: str) -> ObjectInfo:
         """Joins objects in order into one that appears at once, in constant memory.
 

@@ -176,6 +176,14 @@ class FileStore:
     def writer(self, url: str, size: int | None = None) -> ObjectWriter:
         return _FileWriter(url)
 
+    def check_writable(self, url: str) -> None:
+        path = path_of(url)
+        if path.is_dir():
+            raise UsageError(f"The output {path} is a folder.", hint="Name a file in it.")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise UsageError(f"The output {path} cannot be written: {folder} is no folder that can be written to.")
+
     def concat(self, sources: Sequence[ObjectInfo], url: str) -> ObjectInfo:
         return stream_into(self, sources, self.writer(url))
 

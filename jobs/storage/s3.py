@@ -123,6 +123,10 @@ class S3Store:
     def writer(self, url: str, size: int | None = None) -> ObjectWriter:
         return S3Writer(self._object(url), size)
 
+    def check_writable(self, url: str) -> None:
+        # An upload that is begun needs the permission to write, and shows nothing to anybody.
+        MultipartUpload(self._object(url)).abort()
+
     def concat(self, sources: Sequence[ObjectInfo], url: str) -> ObjectInfo:
         target = self._object(url)
         pieces = [source for source in sources if source.size]

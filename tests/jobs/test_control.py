@@ -1,13 +1,16 @@
 """Planning and sweeping: what each does, what a crash in its middle leaves, and that lost tokens come back."""
 
+import threading
 from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, WORK, model_queue
-from jobs.errors import ServiceUnreachable
+from jobs.control import Control
+from jobs.errors import ServiceUnreachable, StorageError
 from jobs.shards import load_plan
+from jobs.sweeper import Sweeper
 from tests.jobs.ledgers import key, let_leases_run_out, worker
 from tests.jobs.site import Site, prompts
 
@@ -219,6 +222,63 @@ def test_a_lost_assemble_token_is_sent_again(site: Site, state: str) -> None:
         assert site.queued(CONTROL_QUEUE) == []
     site.control.sweep()
     assert site.queued(CONTROL_QUEUE) == [(ASSEMBLE, f"('{spec.id}',)")]
+
+
+def test_a_result_that_cannot_be_written_yet_fails_no_job_and_says_why(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> None:
+        raise StorageError("Access to bucket 'x' is refused.", hint="Ask for it.")
+
+    spec = site.planned(4)
+    site.work(spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(site.stores, "concat", refused)
+        site.control.assemble(spec.id)
+    assert site.ledger.state(spec.id) == "finalizing"
+    site.ledger.client.delete(*site.ledger.client.keys("pm:bk:*"))
+    site.control.sweep()
+    reason = site.ledger.view(spec.id).reason
+    assert reason is not None
+    assert "Access to bucket 'x' is refused." in reason
+    assert site.queued(CONTROL_QUEUE)[-1] == (ASSEMBLE, f"('{spec.id}',)")
+    site.control.assemble(spec.id)
+    view = site.ledger.view(spec.id)
+    assert (view.state, view.done, view.reason) == ("completed", 4, None)
+
+
+def test_tokens_that_wait_for_a_control_worker_are_not_sent_again(site: Site) -> None:
+    spec = site.submit(prompts(4))
+    for _ in range(3):
+        site.control.sweep()
+    assert site.queued(CONTROL_QUEUE) == [(PLAN, f"('{spec.id}',)")]
+
+
+def test_of_several_control_workers_one_sweeps(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps: list[Control] = []
+    monkeypatch.setattr(Control, "sweep", lambda control: sweeps.append(control))
+    for control in (first := site.control, second := site.control, first):
+        control.sweep_in_turn()
+    assert sweeps == [first]
+    site.ledger.client.delete("pm:sweeping")  # as when its time is over
+    second.sweep_in_turn()
+    assert sweeps == [first, second]
+
+
+def test_the_sweeper_sweeps_on_after_a_sweep_that_failed() -> None:
+    swept = threading.Semaphore(0)
+    errors = iter([ServiceUnreachable("gone"), RedisConnectionError("gone")])
+
+    def sweep() -> None:
+        swept.release()
+        if error := next(errors, None):
+            raise error
+
+    sweeper = Sweeper(sweep, 0.01)
+    sweeper.start()
+    for _ in range(4):
+        assert swept.acquire(timeout=10)
+    sweeper.stop()
 
 
 def test_an_ended_job_is_swept_no_more(site: Site) -> None:

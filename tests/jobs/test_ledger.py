@@ -101,12 +101,26 @@ def test_a_shard_that_was_given_back_was_not_tried(ledger: Ledger) -> None:
     assert leased(ledger, spec).shard.index == 0
 
 
+def test_a_shard_that_failed_rests_twice_as_long_after_each_try(ledger: Ledger) -> None:
+    spec = opened(ledger, 1)
+    rests = []
+    for n in range(3):
+        assert ledger.release(leased(ledger, spec, f"attempt-{n}"), "the disk is full", rest=60)
+        assert ledger.expire(spec.id) == (0, 0, 1)
+        seconds, microseconds = ledger.client.time()
+        due = ledger.client.zscore(f"pm:{{{spec.id}}}:leases", "0")
+        rests.append(round(due / 1000 - seconds - microseconds / 1e6))
+        ledger.client.zadd(f"pm:{{{spec.id}}}:leases", {"0": 0})
+        assert ledger.expire(spec.id) == (1, 1, 0)
+    assert rests == [60, 120, 240]
+
+
 def test_a_shard_that_was_tried_too_often_is_settled_as_dead(ledger: Ledger) -> None:
     spec = opened(ledger, 1, new_spec(max_tries=2))
     for n in range(2):
         assert ledger.release(leased(ledger, spec, f"attempt-{n}"), "the worker ran out of memory")
     assert ledger.lease(spec.model, "one more", TTL) is None
-    assert ledger.records(spec.id) == {0: DeadShard(dead=True, tries=2)}
+    assert ledger.records(spec.id) == {0: DeadShard(dead=True, tries=2, fault="the worker ran out of memory")}
     assert ledger.state(spec.id) == "finalizing"
     assert ledger.faults(spec.id) == {0: "the worker ran out of memory"}
 

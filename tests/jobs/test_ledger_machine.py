@@ -105,7 +105,7 @@ class Job:
             if self.tries[shard] <= MAX_TRIES:
                 self.fence += 1
                 return shard
-            self.settle(shard, DeadShard(dead=True, tries=MAX_TRIES))
+            self.settle(shard, DeadShard(dead=True, tries=MAX_TRIES, fault=self.faults.get(shard)))
         return None
 
 

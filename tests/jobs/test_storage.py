@@ -283,3 +283,9 @@ def test_threads_share_a_store(place: Place) -> None:
 def test_a_store_for_another_scheme_is_refused() -> None:
     with pytest.raises(UsageError, match="gs://"):
         open_store("gs://bucket/x", Settings())
+
+
+def test_whether_an_object_could_be_written_is_found_out_without_writing_one(place: Place) -> None:
+    place.stores.check_writable(place.url("new/out.jsonl"))
+    assert list(place.stores.list(place.base)) == []
+    assert place.leftovers() == []

@@ -138,6 +138,8 @@ def test_a_bucket_that_does_not_answer_or_refuses_is_named(
     with pytest.raises(StorageError, match=f"bucket '{BUCKET}' is refused"):
         prepared(at(S3Server(rclone_s3.endpoint, access_key="WRONGKEY01")), f"s3://{BUCKET}/key")
     with pytest.raises(StorageError, match="no bucket 'no-such-bucket'"):
+        prepared(at(moto_s3), "in.jsonl", output="s3://no-such-bucket/out.jsonl")
+    with pytest.raises(StorageError, match="no bucket 'no-such-bucket'"):
         prepared(at(moto_s3), "in.jsonl")
     with pytest.raises(UsageError, match="no object") as caught:
         prepared(at(moto_s3), f"s3://{BUCKET}/no-such-key")

@@ -62,7 +62,6 @@ def test_a_job_whose_tokens_were_all_deleted_before_any_was_taken_is_done(tmp_pa
         job_id = mill.submit(source, "--prompt-column", "question", "--max-tokens", "4", "--temperature", "0")
         wait_until(lambda: mill.ledger.client.llen(mill.queue()) == 2, 30, "a token for each shard")
         assert mill.ledger.client.delete(mill.queue()) == 1
-        services.start(Child("beat", [*PAGEMILL, "beat"], mill.env))
         services.start(Child("worker", [*PAGEMILL, "worker", "--model", MODEL], mill.env))
         view = mill.wait_for_end(job_id)
         assert (view.state, view.done) == ("completed", 16)

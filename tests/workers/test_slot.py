@@ -333,10 +333,38 @@ def test_a_try_that_fails_says_why_and_counts(bench: Bench, monkeypatch: pytest.
 
     spec = bench.site.planned(4, max_tries=2)
     monkeypatch.setattr(bench.site.stores, "put_file", refused)
+    monkeypatch.setattr("workers.slot._REFUSAL_PATIENCE_S", 0)
+    bench.work(spec)
+    view = bench.site.ledger.view(spec.id)
+    assert view.reason == "shard 0 is tried again: Access to bucket 'x' is refused."
+    # It rests before it is ready again, and is then handed out a second time.
+    assert (view.leased, bench.site.ledger.expire(spec.id)) == (1, (0, 0, 1))
+    bench.site.ledger.client.zadd(f"pm:{{{spec.id}}}:leases", {"0": 0})
+    assert bench.site.ledger.expire(spec.id) == (1, 1, 0)
+    bench.work(spec)
+    assert tries(bench.site, spec) == {"0": "2"}
+
+
+def test_a_store_that_refuses_a_segment_is_asked_again_and_nothing_is_generated_twice(
+    bench: Bench, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, reasons = bench.site.stores.put_file, []
+
+    def refused_once(*args: Any) -> Any:
+        if not reasons:
+            reasons.append("refused")
+            raise StorageError("Access to bucket 'x' is refused.")
+        reasons.append(bench.site.ledger.view(spec.id).reason or "")
+        return put(*args)
+
+    spec = bench.site.planned(4)
+    monkeypatch.setattr(bench.site.stores, "put_file", refused_once)
+    monkeypatch.setattr("workers.slot._MAX_RETRY_S", 0.01)
     bench.work(spec)
     assert bench.site.ledger.state(spec.id) == "finalizing"
-    assert bench.site.ledger.faults(spec.id) == {0: "Access to bucket 'x' is refused."}
-    assert tries(bench.site, spec) == {"0": "3"}
+    assert tries(bench.site, spec) == {"0": "1"}
+    assert len(engines.asked) == 4
+    assert reasons[1] == "shard 0 is tried again: Access to bucket 'x' is refused."
 
 
 def test_a_stop_while_a_failed_try_cannot_be_reported_ends_quietly(
