@@ -78,7 +78,7 @@ class LoraCache:
     """The adapters in memory, at most `max_loras`, loading ones included. Called from the loop's thread only.
 
     `load` reads an adapter by its name, in a thread, and raises `RequestError`. At most `max_overtakes` requests take
-    hold of an adapter while another waits for a slot.
+    hold of an adapter, or begin to wait for its load, while another waits for a slot.
     """
 
     def __init__(self, load: Callable[[str], LoraAdapter], *, max_loras: int, max_overtakes: int) -> None:
@@ -113,8 +113,7 @@ class LoraCache:
             self._load_or_wait(request, name)
             return False
         self._resident.move_to_end(name)
-        self._holders[name] += 1
-        request.adapter = adapter
+        self._hold(request, name, adapter)
         self._overtakes += 1
         return True
 
@@ -130,7 +129,7 @@ class LoraCache:
             self._loading[request.lora].requests.discard(request)
 
     def take_loaded(self) -> list[tuple[Request, RequestError]]:
-        """Take in the adapters that have been loaded; return the requests that wait for one that could not be.
+        """Give those who wait for an adapter that has been loaded hold of it; return those whose adapter could not be.
 
         Whoever asks for the same adapter later starts another attempt.
         """
@@ -138,11 +137,15 @@ class LoraCache:
         for name in [name for name, load in self._loading.items() if load.adapter.done()]:
             load = self._loading.pop(name)
             try:
-                self._resident[name] = load.adapter.result()
+                adapter = load.adapter.result()
             except RequestError as error:
                 failed += [(request, error) for request in load.requests]
-            else:
-                self.num_loads += 1
+                continue
+            self.num_loads += 1
+            self._resident[name] = adapter
+            # At once, lest it be evicted for another before they come to use it, and the two evict each other for ever.
+            for request in load.requests:
+                self._hold(request, name, adapter)
         return failed
 
     def wait(self, seconds: float) -> None:
@@ -162,7 +165,14 @@ class LoraCache:
             if self._waiting_for_slot is not None and self._waiting_for_slot.lora == name:
                 self._waiting_for_slot = None
             self._loading[name] = _Load(self._threads.submit(self._load, name), set())
-        self._loading[name].requests.add(request)
+        waiting = self._loading[name].requests
+        if request not in waiting:
+            waiting.add(request)
+            self._overtakes += 1
+
+    def _hold(self, request: Request, name: str, adapter: LoraAdapter) -> None:
+        self._holders[name] += 1
+        request.adapter = adapter
 
     def _make_room(self) -> bool:
         if len(self._resident) + len(self._loading) < self._max_loras:

@@ -1,7 +1,6 @@
 """LoRA adapters in PEFT's file format, written by hand, and Transformers' models with them merged."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +109,3 @@ def greedy(model: PreTrainedModel, prompts: list[list[int]], max_tokens: int) ->
             output = model.generate(ids, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
         answers.append(output[0, len(prompt) :].tolist())
     return answers
-
-
-RS_SCALING = 8 / math.sqrt(4)
