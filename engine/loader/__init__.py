@@ -14,6 +14,7 @@ from engine.loader.encoder_config import is_encoder
 from engine.loader.encoder_loader import LoadedEncoder, load_encoder
 from engine.loader.eos import folder_eos_token_ids, gguf_eos_token_ids
 from engine.loader.errors import ModelFileInvalid
+from engine.loader.gguf_config import read_gguf_config
 from engine.loader.gguf_file import GgufFile
 from engine.loader.gguf_tokenizer import gguf_tokenizer
 from engine.loader.hf_config import read_hf_config
@@ -117,7 +118,7 @@ def _folder_decoder(
 
 def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
     file = GgufFile(path)
-    config, family = file.config()
+    config, family = read_gguf_config(file)
     config = dataclasses.replace(config, dtype=dtype or config.dtype)
     tokenizer = gguf_tokenizer(file)
     decoder = assemble(config, family, file, device)

@@ -91,10 +91,9 @@ class _Builder:
         return kernels_for(self._device).pack_linear(weight, self._fused(templates, "bias", layer) if bias else None)
 
     def norm(self, module: str) -> Tensor:
-        """Read a norm's weight: in float32 where something is added to it, so that no digit of the sum is lost."""
-        offset = self._family.norm_offset
-        weight = self.tensor(f"{module}.weight", torch.float32 if offset else self._config.dtype)
-        return weight.add_(offset) if offset else weight
+        """Read a norm's weight: in float32 where it is applied so, lest a sum with one lose digits."""
+        dtype = torch.float32 if self._config.float32_norms else self._config.dtype
+        return self.tensor(f"{module}.weight", dtype).add_(self._family.norm_offset)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         # A copy, never a view: nothing may hold on to the mapped file.

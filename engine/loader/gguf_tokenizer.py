@@ -1,6 +1,6 @@
 """A Transformers tokenizer from a GGUF file's metadata."""
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.errors import ModelNotSupported
@@ -13,6 +13,7 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def _split_as_gpt2() -> pre_tokenizers.PreTokenizer:
@@ -24,9 +25,17 @@ def _split_as_smollm() -> pre_tokenizers.PreTokenizer:
 
 
 def _split_as_llama3() -> pre_tokenizers.PreTokenizer:
+    return _split_by(_LLAMA3_SPLIT)
+
+
+def _split_as_qwen2() -> pre_tokenizers.PreTokenizer:
+    return _split_by(_QWEN2_SPLIT)
+
+
+def _split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -37,6 +46,7 @@ _PRE_TOKENIZERS = {
     "gpt-2": _split_as_gpt2,
     "llama-bpe": _split_as_llama3,
     "llama3": _split_as_llama3,
+    "qwen2": _split_as_qwen2,
     "smollm": _split_as_smollm,
 }
 
@@ -75,6 +85,8 @@ def _byte_level(file: GgufFile) -> PreTrainedTokenizerBase:
             ignore_merges=pre in ("llama-bpe", "llama3"),
         )
     )
+    if pre == "qwen2":
+        core.normalizer = normalizers.NFC()
     core.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     core.decoder = decoders.ByteLevel()
     types = file.metadata("tokenizer.ggml.token_type") or []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.models.adapters import Projection
-from engine.models.config import ModelConfig
+from engine.models.config import Activation, ModelConfig
 from engine.models.expert_names import ExpertLayout, ExpertNames
 
 Shapes = dict[str, tuple[int, ...]]
@@ -244,9 +244,59 @@ _GGUF_NAMES = WeightNames(
     feed_forward_norm="blk.{layer}.ffn_norm",
 )
 
+_GGUF_QK_NORM = {"query_norm": "blk.{layer}.attn_q_norm", "key_norm": "blk.{layer}.attn_k_norm"}
+_GGUF_GEMMA_NAMES = replace(
+    _GGUF_NAMES,
+    attention_out_norm="blk.{layer}.post_attention_norm",
+    feed_forward_out_norm="blk.{layer}.post_ffw_norm",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    """A family as GGUF files hold it, and what its files leave unsaid.
+
+    keys            metadata keys, after the architecture's name, that set switches and that the family's model reads
+    full_every      every so many layers one sees all keys and the others the window; None is the window everywhere
+    window_theta    the rotary base of layers with a window, which do not scale it either; None is that of the others
+    head_dim        the one head size for which the scale of attention is known without being said; None is any
+    """
+
+    family: Family
+    activation: Activation = "silu"
+    keys: frozenset[str] = frozenset()
+    full_every: int | None = None
+    window_theta: float | None = None
+    head_dim: int | None = None
+
+
+# Gemma's converter adds the one to norm weights. In files of its largest models, whose heads are of another size, the
+# scale of attention would have to be guessed.
+_GGUF_GEMMA2 = GgufFamily(
+    Family(_GGUF_GEMMA_NAMES, float32_norms=True, scaled_embedding=True),
+    activation="gelu_tanh",
+    keys=frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
+    full_every=2,
+    head_dim=256,
+)
+
 # By a GGUF file's `general.architecture`. Llama's converter reorders query and key rows for its own rotary layout.
 GGUF_FAMILIES = {
-    "llama": Family(_GGUF_NAMES, permuted_rope=True),
+    "gemma2": _GGUF_GEMMA2,
+    "gemma3": replace(
+        _GGUF_GEMMA2,
+        family=replace(_GGUF_GEMMA2.family, names=replace(_GGUF_GEMMA_NAMES, **_GGUF_QK_NORM)),
+        keys=_GGUF_GEMMA2.keys - {"attn_logit_softcapping"},
+        full_every=6,
+        window_theta=10000.0,
+    ),
+    "llama": GgufFamily(Family(_GGUF_NAMES, permuted_rope=True)),
+    "phi3": GgufFamily(
+        Family(replace(_GGUF_NAMES, qkv=("blk.{layer}.attn_qkv",), gate_up=("blk.{layer}.ffn_up",))),
+        keys=frozenset({"attention.sliding_window"}),
+    ),
+    "qwen2": GgufFamily(Family(_GGUF_NAMES)),
+    "qwen3": GgufFamily(Family(replace(_GGUF_NAMES, **_GGUF_QK_NORM))),
 }
 
 

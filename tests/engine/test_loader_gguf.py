@@ -208,8 +208,8 @@ def test_what_a_gguf_file_lacks_is_named(tmp_path, folder, without, error, named
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"llama.expert_count": 8}, "mixture of experts"),
-        ({"llama.attention.sliding_window": 64}, "sliding-window"),
+        ({"llama.expert_count": 8}, "expert_count"),
+        ({"llama.attention.sliding_window": 64}, "sliding_window"),
         ({"llama.rope.dimension_count": 8}, "8 of 16"),
         ({"pre": "tekken"}, "tekken"),
     ],
