@@ -1,14 +1,11 @@
-"""The scheduler alone and with a toy model: budgets, preemption, prefix hits, and that everything finishes right."""
+"""The scheduler alone and with a toy model: budgets, preemption, prefix hits, aborts. Random runs: see the machine."""
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.errors import ConfigError, RequestError
 from engine.plan import Sampled, StepOutput
 from engine.scheduler import Scheduler
-from tests.engine.toy import EOS, answer, next_token, request, toy_limits, toy_runner
+from tests.engine.toy import answer, next_token, request, run_step, toy_limits, toy_runner
 
 
 def commit_all(scheduler, plan):
@@ -26,9 +23,7 @@ def only(done):
 def drain(scheduler, runner, steps=2000):
     finished = []
     while scheduler.has_unfinished:
-        plan = scheduler.schedule()
-        assert plan.rows, "there are requests, and nothing runs"
-        finished += scheduler.commit(plan, runner.execute(plan))
+        finished += run_step(scheduler, runner)
         steps -= 1
         assert steps, "the scheduler does not come to an end"
     return finished
@@ -153,8 +148,7 @@ def test_an_abort_is_final_in_every_state():
     runner = toy_runner(scheduler.config)
     for index in range(2):
         scheduler.add(request(index, range(9), ignore_eos=True))
-    plan = scheduler.schedule()
-    scheduler.commit(plan, runner.execute(plan))
+    run_step(scheduler, runner)
     assert only(scheduler.abort(1)).num_output_tokens == 0
     assert only(scheduler.abort(0)).num_output_tokens == 1
     assert scheduler.abort(0) is None
@@ -177,78 +171,3 @@ def test_a_plan_that_is_never_committed_changes_no_answer():
         scheduler.check_integrity()
     for done in requests:
         assert only(done).output_token_ids == answer(done.prompt_token_ids, 8)
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random requests, aborts and steps in a pool that is too small for them, against the toy's known answers."""
-
-    def __init__(self):
-        super().__init__()
-        self.limits = toy_limits(num_kv_blocks=12, max_model_len=40, max_num_batched_tokens=10, max_num_seqs=5)
-        self.scheduler = Scheduler(self.limits)
-        self.runner = toy_runner(self.limits)
-        self.requests = {}
-        self.aborted = set()
-
-    # Two letters and a few lengths, so that prompts often share prefixes.
-    @rule(
-        prompt=st.lists(st.sampled_from([1, 2]), min_size=1, max_size=3).map(
-            lambda units: [u for u in units for _ in range(4)]
-        ),
-        tail=st.lists(st.integers(0, 9), max_size=3),
-        max_tokens=st.integers(1, 27),
-    )
-    def add(self, prompt, tail, max_tokens):
-        index = len(self.requests)
-        self.requests[index] = request(index, prompt + tail, max_tokens=max_tokens)
-        self.scheduler.add(self.requests[index])
-
-    @rule(data=st.data())
-    @precondition(lambda self: self.requests)
-    def abort(self, data):
-        index = data.draw(st.sampled_from(sorted(self.requests)))
-        if not self.requests[index].finished:
-            self.aborted.add(index)
-        self.scheduler.abort(index)
-
-    @rule(count=st.integers(1, 12))
-    def step(self, count):
-        for _ in range(count):
-            self.run_one()
-
-    @rule(budget=st.integers(1, 9))
-    def step_that_fails_and_a_smaller_one(self, budget):
-        self.scheduler.schedule()
-        self.run_one(budget)
-
-    def run_one(self, budget=None):
-        plan = self.scheduler.schedule(budget)
-        assert plan.num_tokens <= (budget or self.limits.max_num_batched_tokens)
-        assert len(plan.rows) <= self.limits.max_num_seqs
-        assert bool(plan.rows) == self.scheduler.has_unfinished
-        if plan.rows:
-            self.scheduler.commit(plan, self.runner.execute(plan))
-
-    @invariant()
-    def references_agree(self):
-        self.scheduler.check_integrity()
-
-    def teardown(self):
-        drain(self.scheduler, self.runner)
-        assert self.scheduler.stats().kv_blocks_used == 0
-        self.scheduler.check_integrity()
-        for index, done in self.requests.items():
-            room = self.limits.max_model_len - done.num_prompt_tokens
-            expected = answer(done.prompt_token_ids, min(done.params.max_tokens, room))
-            if index in self.aborted:
-                assert only(done).finish_reason == "abort"
-                assert only(done).output_token_ids == expected[: only(done).num_output_tokens]
-            else:
-                assert only(done).output_token_ids == expected
-                assert only(done).finish_reason == ("stop" if expected[-1] == EOS else "length")
-
-
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)

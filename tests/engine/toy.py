@@ -5,6 +5,7 @@ table, slot, position or prefix hit changes the answer, or raises.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,13 +43,20 @@ def answer(
     while len(context) < len(prompt) + max_tokens:
         token = next_token(context)
         if temperature:
-            noise = gumbel_noise(torch.tensor([seed]), torch.tensor([len(context)]), VOCAB_SIZE)[0]
-            noise[token] += CERTAINTY / temperature
-            token = int(noise.argmax())
+            scores = _noise(seed)[len(context)].clone()
+            scores[token] += CERTAINTY / temperature
+            token = int(scores.argmax())
         context.append(token)
         if token == EOS and not ignore_eos:
             break
     return context[len(prompt) :]
+
+
+@lru_cache
+def _noise(seed: int) -> Tensor:
+    """The sampler's noise for the positions of any test, `[128, VOCAB_SIZE]`."""
+    positions = torch.arange(128)
+    return gumbel_noise(torch.full_like(positions, seed), positions, VOCAB_SIZE)
 
 
 class ToyModel:
