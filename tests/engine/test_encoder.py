@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, ConfigError, EngineConfig, EngineProcess, ModelNotSupported, PoolingParams, TextPair
@@ -399,3 +400,16 @@ def test_bfloat16_is_close_to_float32(bert, bert_llm):
     assert half.dtype == np.float32
     cosines = (half * vectors(bert_llm.embed(PROMPTS))).sum(1)
     assert cosines.min() > 0.99
+
+
+def test_the_files_of_a_pipeline_are_fetched_from_the_hub_with_the_model(bert, monkeypatch):
+    files = ["config.json", "modules.json", "1_Pooling/config.json", "onnx/model.json", "original/model.safetensors"]
+    fetched = []
+
+    def download(name, *, allow_patterns, ignore_patterns, **_):
+        fetched.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(bert)
+
+    monkeypatch.setattr("engine.loader.locate.snapshot_download", download)
+    load("someone/an-encoder", dtype=None, device=CPU)
+    assert fetched == files[:3]
