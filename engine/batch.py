@@ -18,7 +18,6 @@ from torch import Tensor
 from engine.grammar import GrammarMask
 from engine.plan import PlanRow, StepPlan
 from engine.seeds import choice_seed
-from engine.sequence import Sequence
 from engine.token_rules import LogitEdits, logit_edits
 from kernels.ops import AttentionBatch
 
@@ -116,7 +115,7 @@ def _sampling_batch(rows: tuple[PlanRow, ...], device: torch.device) -> Sampling
         positions=[sequence.num_tokens for sequence in sequences],
         edits=logit_edits(sequences, device),
         num_logprobs={index: p.num_logprobs for index, p in enumerate(params) if p.num_logprobs is not None},
-        num_candidates={index: _num_candidates(s) for index, s in enumerate(sequences) if s.request.params.beam_width},
+        num_candidates={index: s.request.beams.num_candidates for index, s in enumerate(sequences) if s.request.beams},
     )
 
 
@@ -125,10 +124,3 @@ def _seeds(row: PlanRow) -> list[int]:
     if row.num_samples == 1:
         return [row.sequence.seed]
     return [choice_seed(row.sequence.request.seed, choice) for choice in range(row.num_samples)]
-
-
-def _num_candidates(sequence: Sequence) -> int:
-    """As Transformers: so many that, if all that can end a beam are among them, `beam_width` others are as well."""
-    params = sequence.request.params
-    num_ends = len(sequence.request.eos_token_ids | frozenset(params.stop_token_ids))
-    return max(2, 1 + num_ends) * (params.beam_width or 0)

@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
+from engine.beam import BeamSearch
 from engine.detokenizer import StopStringWatcher
 from engine.errors import RequestError
 from engine.logprobs import TokenLogprobs
@@ -29,6 +30,7 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "beams",
         "eos_token_ids",
         "error",
         "index",
@@ -75,6 +77,7 @@ class Request:
         self.error: RequestError | None = None
         self.pooler: Pooler | None = None
         self.token_types: tuple[int, ...] = ()
+        self.beams = BeamSearch(self, params.beam_width) if params.beam_width else None
         self.sequences = [Sequence(self, 0, choice_seed(seed, 0), stop_watcher)]
 
     @classmethod
@@ -102,6 +105,12 @@ class Request:
     def num_continuations(self) -> int:
         """How many sequences the prompt is continued by. A beam search begins with one, and forks as it goes."""
         return 1 if self.params.beam_width else self.params.num_choices
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted that no step has computed yet."""
+        wanted = 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
+        return len(self.prompt_logprobs) < wanted
 
     @property
     def unfinished(self) -> list[Sequence]:

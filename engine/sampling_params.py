@@ -172,7 +172,7 @@ class SamplingParams:
         _check_token_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_beams(self) -> None:
-        _check_number("length_penalty", self.length_penalty, low=-math.inf, high=math.inf)
+        _check_number("length_penalty", self.length_penalty, low=-10.0, high=10.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise _invalid("early_stopping", self.early_stopping, 'true, false or "never"')
         defaults = {spec.name: spec.default for spec in fields(self)}

@@ -21,6 +21,7 @@ from collections.abc import MutableSequence
 from itertools import islice
 
 from engine.admission import BlockForecast
+from engine.beam import BeamSearch
 from engine.block_tables import BlockTables
 from engine.config import SchedulerConfig
 from engine.errors import RequestError
@@ -224,7 +225,10 @@ class Scheduler:
                 pooler.add(output.pooled[index])
                 if sequence.num_computed_tokens == sequence.num_tokens:
                     sequence.finish("stop")
-            self._append(sequence, draws)
+            if draws and sequence.request.beams:
+                self._search(sequence.request.beams, sequence, draws[0])
+            else:
+                self._append(sequence, draws)
             if sequence.status is SequenceStatus.FINISHED and sequence.request.finished:
                 finished.append(sequence.request)
         self._retire(finished)
@@ -249,6 +253,30 @@ class Scheduler:
                 return
             if continuation.status is SequenceStatus.FINISHED:
                 self._forecast.record_finish(continuation)
+
+    def _search(self, beams: BeamSearch, beam: Sequence, drawn: Sampled) -> None:
+        """Note a beam's candidates; with those of the last one, the beams go on, or the search ends."""
+        request = beam.request
+        if drawn.token_id is None and not drawn.all_ruled_out:
+            request.fail(_no_token(beam, drawn))
+            return
+        if not beams.offer(beam, drawn.candidates):
+            return
+        num_going_on = beams.advance(self._fork, self._drop)
+        self._generated_tokens += num_going_on
+        if num_going_on:
+            return
+        for answer in request.sequences if request.finished else ():
+            self._forecast.record_finish(answer)
+        if not request.finished:
+            request.fail(_no_token(beam, drawn))
+
+    def _drop(self, beam: Sequence) -> None:
+        """Give up a beam, at once, so that its seat and its blocks are free for its siblings."""
+        queue = self._running if beam.status is SequenceStatus.RUNNING else self._waiting
+        queue.remove(beam)
+        self.tables.forget(beam)
+        beam.finish("abort")
 
     def _fork(self, parent: Sequence) -> Sequence:
         """Begin another continuation where `parent` has come to, and behind it and its siblings in the queue.
