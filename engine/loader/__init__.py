@@ -108,12 +108,12 @@ def _folder_decoder(
         return load_transformers_model(folder, dtype, device, trust_remote_code=trust_remote_code)
     try:
         config, family = read_hf_config(folder, max_model_len)
+        config = dataclasses.replace(config, dtype=dtype or config.dtype)
+        return assemble(config, family, SafetensorsSource(folder), device)
     except ModelNotSupported:
         if model_impl == "native":
             raise
         return load_transformers_model(folder, dtype, device, trust_remote_code=trust_remote_code)
-    config = dataclasses.replace(config, dtype=dtype or config.dtype)
-    return assemble(config, family, SafetensorsSource(folder), device)
 
 
 def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:

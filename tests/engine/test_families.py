@@ -4,6 +4,7 @@ A case is a line of the table: a configuration class of Transformers with sizes 
 are. Prompts are longer than the windows; norms and biases are random, so that a switch that is not heeded shows.
 """
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,9 +191,12 @@ class Pair(NamedTuple):
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Make a model whose logits are a few units wide, with nothing left at its initial one or zero."""
+    return randomise(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model weights with which its logits are a few units wide, and nothing is left at its first one or zero."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -268,3 +272,34 @@ def test_greedy_decoding_has_the_tokens_and_the_logits_of_transformers(pair):
 def test_every_family_has_a_case():
     covered = {AutoModelForCausalLM._model_mapping[case.config].__name__ for case in FAMILY_CASES.values()}
     assert covered >= FAMILIES.keys() - {"Gemma3ForConditionalGeneration"}
+
+
+# Families by how they round: what is added to norm weights, where norms round, what scales embeddings.
+ROUNDING = {
+    "llama": LlamaConfig,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "granite": GraniteConfig,
+    "olmo2": Olmo2Config,
+}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_in_bfloat16_embeddings_and_norms_round_as_in_transformers(tmp_path, name):
+    fields = {"vocab_size": 112, "final_logit_softcapping": None, "embedding_multiplier": 1.5}
+    model = random_model(ROUNDING[name](**{**SMALL, **fields})).bfloat16()
+    with torch.no_grad():
+        for module, parameter in model.named_parameters():
+            if "layers" in module:
+                # With layers that add nothing, and a head that selects, logits are the final norm of embeddings.
+                parameter.zero_()
+        model.lm_head.weight.copy_(torch.eye(112))
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    foreign = {"final_logit_softcapping", "embedding_multiplier"} - FAMILIES[fields["architectures"][0]].fields
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if k not in foreign}))
+    decoder = load(str(tmp_path), dtype=None, device=CPU, model_impl="native").decoder
+    ids = list(range(112))
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+    assert torch.equal(PagedRun(decoder).step({"a": ids})["a"], expected.float())
