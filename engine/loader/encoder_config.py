@@ -8,6 +8,7 @@ import torch
 
 from engine.errors import ModelNotSupported
 from engine.loader.errors import ModelFileInvalid
+from engine.loader.fields import Fields
 from engine.loader.json_file import read_json
 from engine.models.encoder import ACTIVATIONS
 from engine.models.encoder_families import ENCODER_FAMILIES, EncoderConfig, EncoderFamily
@@ -33,26 +34,29 @@ def read_encoder_config(folder: Path) -> tuple[EncoderConfig, EncoderFamily]:
     path = folder / "config.json"
     raw = read_json(path)
     family = ENCODER_FAMILIES[raw["model_type"]]
-    _refuse_unsupported(raw, family, path)
-    fields = _Fields(raw, family.fields, path)
+    _refuse_unsupported(raw, path)
+    fields = Fields(raw, path)
+
+    def integer(name: str, default: int | None = None) -> int:
+        return fields.integer(family.fields.get(name, name), default)
+
+    position_offset = int(fields.number("pad_token_id", family.pad_token_id)) + 1
     config = EncoderConfig(
         architecture=_architecture(raw),
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        num_heads=fields.integer("num_attention_heads"),
-        max_positions=fields.integer("max_position_embeddings"),
-        position_offset=fields.integer("pad_token_id", family.pad_token_id) + 1
-        if family.positions_after_padding
-        else 0,
-        num_token_types=fields.integer("type_vocab_size", _DEFAULT_TOKEN_TYPES) if family.token_types else 0,
+        vocab_size=integer("vocab_size"),
+        hidden_size=integer("hidden_size"),
+        intermediate_size=integer("intermediate_size"),
+        num_layers=integer("num_hidden_layers"),
+        num_heads=integer("num_attention_heads"),
+        max_positions=integer("max_position_embeddings"),
+        position_offset=position_offset if family.positions_after_padding else 0,
+        num_token_types=integer("type_vocab_size", _DEFAULT_TOKEN_TYPES) if family.token_types else 0,
         num_distance_buckets=(
-            fields.integer("relative_attention_num_buckets", _DEFAULT_DISTANCE_BUCKETS) if family.distance_bias else 0
+            integer("relative_attention_num_buckets", _DEFAULT_DISTANCE_BUCKETS) if family.distance_bias else 0
         ),
-        activation=raw.get(family.fields.get("hidden_act", "hidden_act"), "gelu"),
-        layer_norm_eps=raw.get("layer_norm_eps", _DEFAULT_NORM_EPS),
-        num_labels=_num_labels(raw) if _architecture(raw).endswith("ForSequenceClassification") else None,
+        activation=_activation(raw, family, path),
+        layer_norm_eps=fields.number("layer_norm_eps", _DEFAULT_NORM_EPS),
+        num_labels=_num_labels(fields) if _architecture(raw).endswith("ForSequenceClassification") else None,
         dtype=_dtype(raw, path),
     )
     if config.hidden_size % config.num_heads:
@@ -60,39 +64,25 @@ def read_encoder_config(folder: Path) -> tuple[EncoderConfig, EncoderFamily]:
     return config, family
 
 
-class _Fields:
-    """Integers of a JSON object under a family's names, with an error that names the field."""
-
-    def __init__(self, raw: Mapping[str, Any], names: Mapping[str, str], path: Path) -> None:
-        self._raw = raw
-        self._names = names
-        self._path = path
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        name = self._names.get(name, name)
-        value = self._raw.get(name)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelFileInvalid(f"{self._path}: {name} is {value!r}, not a number of something.")
-        return value
-
-
 def _architecture(raw: Mapping[str, Any]) -> str:
     return str((raw.get("architectures") or [raw["model_type"]])[0])
 
 
-def _num_labels(raw: Mapping[str, Any]) -> int:
-    labels = raw.get("id2label")
-    return len(labels) if isinstance(labels, dict) else int(raw.get("num_labels", _DEFAULT_LABELS))
+def _num_labels(fields: Fields) -> int:
+    labels = fields.values.get("id2label")
+    return len(labels) if isinstance(labels, dict) else fields.integer("num_labels", _DEFAULT_LABELS)
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], family: EncoderFamily, path: Path) -> None:
+def _activation(raw: Mapping[str, Any], family: EncoderFamily, path: Path) -> str:
     activation = raw.get(family.fields.get("hidden_act", "hidden_act"), "gelu")
     if activation not in ACTIVATIONS:
         raise ModelNotSupported(
             f"{path}: activation {activation!r} does not run.", hint=f"Those that do: {', '.join(sorted(ACTIVATIONS))}."
         )
+    return str(activation)
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], path: Path) -> None:
     if (positions := raw.get("position_embedding_type", "absolute")) != "absolute":
         raise ModelNotSupported(f"{path}: position embeddings of type {positions!r} do not run; absolute ones do.")
     if raw.get("is_decoder"):
