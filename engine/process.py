@@ -84,13 +84,15 @@ class EngineProcess:
             raise EngineDied(f"The engine did not load {self._config.model!r} within {timeout_s:g} s.") from None
 
     @overload
-    def submit(self, prompt: Prompt, params: SamplingParams) -> Future[RequestOutput]: ...
+    def submit(self, prompt: Prompt, params: SamplingParams, *, lora: str | None = ...) -> Future[RequestOutput]: ...
 
     @overload
-    def submit(self, prompt: PoolingPrompt, params: PoolingParams) -> Future[PoolingOutput]: ...
+    def submit(
+        self, prompt: PoolingPrompt, params: PoolingParams, *, lora: str | None = ...
+    ) -> Future[PoolingOutput]: ...
 
     def submit(
-        self, prompt: PoolingPrompt, params: SamplingParams | PoolingParams
+        self, prompt: PoolingPrompt, params: SamplingParams | PoolingParams, *, lora: str | None = None
     ) -> Future[RequestOutput] | Future[PoolingOutput]:
         """Hand over a request without waiting, and return the future of its output.
 
@@ -102,7 +104,7 @@ class EngineProcess:
         future.set_running_or_notify_cancel()
         index = next(self._indices)
         # Here and not in the writer, so that what cannot be pickled raises to whom it concerns.
-        message = pickle.dumps(NewRequest(index, prompt, params))
+        message = pickle.dumps(NewRequest(index, prompt, params, lora=lora))
         with self._lock:
             if self._accepting:
                 self._futures[index] = future

@@ -49,7 +49,9 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that are known and not served, with the values (beside null) that ask for nothing."""
 _STRUCTURED = ("response_format", "structured_outputs")
-_COMMON = frozenset(_SAMPLING) | _HARMLESS | {"model", "stream", "max_completion_tokens", "logprobs", *_STRUCTURED}
+_COMMON = (
+    frozenset(_SAMPLING) | _HARMLESS | {"model", "stream", "max_completion_tokens", "logprobs", "lora", *_STRUCTURED}
+)
 _KNOWN = {CHAT_URL: _COMMON | {"messages", "top_logprobs"}, COMPLETIONS_URL: _COMMON | {"prompt"}}
 
 
@@ -57,6 +59,7 @@ class Request(NamedTuple):
     kind: Kind
     prompt: Prompt
     sampling: Sampling
+    lora: str | None = None
 
 
 def read_request(record: dict[str, Any], spec: JobSpec) -> Request:
@@ -80,13 +83,14 @@ def read_request(record: dict[str, Any], spec: JobSpec) -> Request:
     _check_model(body, spec)
     _check_parameters(body, _KNOWN[url])
     sampling = _sampling(body, spec.sampling, chat=url == CHAT_URL)
+    lora = _lora(body, spec)
     if url == CHAT_URL:
         if body.get("messages") is None:
             raise RowRefused("invalid_request", "Messages parameter is required.", "body.messages")
-        return Request("chat", read_messages(body["messages"], "body.messages"), sampling)
+        return Request("chat", read_messages(body["messages"], "body.messages"), sampling, lora)
     if body.get("prompt") is None:
         raise RowRefused("invalid_request", "Prompt parameter is required.", "body.prompt")
-    return Request("completion", read_prompt(body["prompt"], "body.prompt"), sampling)
+    return Request("completion", read_prompt(body["prompt"], "body.prompt"), sampling, lora)
 
 
 def _check_custom_id(value: Any) -> None:
@@ -118,6 +122,15 @@ def _check_model(body: dict[str, Any], spec: JobSpec) -> None:
         f"To let {spec.model} answer it, submit with --model-alias {shown(model)}.",
         "body.model",
     )
+
+
+def _lora(body: dict[str, Any], spec: JobSpec) -> str | None:
+    name = body.get("lora")
+    if name is None:
+        return spec.lora
+    if type(name) is not str or not name:
+        raise wrong_type("body.lora", "the name of an adapter", name)
+    return name
 
 
 def _check_parameters(body: dict[str, Any], known: frozenset[str]) -> None:

@@ -40,7 +40,7 @@ class Row:
     `line` and `offset` are its place in the input. `source` is the line as it was read and `record` the object in it.
     `kind` says whether the prompt is put through the model's chat template: messages are; a plain prompt of a record
     is, as one user message; a prompt of a completions request and token ids are not. A record's `custom_id` column
-    counts where it is a string of at most 512 characters.
+    counts where it is a string of at most 512 characters. `lora` names the adapter that is to answer, if any.
     """
 
     line: int
@@ -49,6 +49,7 @@ class Row:
     kind: Kind
     prompt: Prompt
     sampling: Sampling
+    lora: str | None
     record: dict[str, Any]
     source: bytes
 
@@ -106,27 +107,27 @@ def _read(record: dict[str, Any], spec: JobSpec) -> Request:
         case OpenAIRows():
             return read_request(record, spec)
         case RecordRows() as shape:
-            return _read_record(record, shape, spec.sampling)
+            return _read_record(record, shape, spec)
 
 
-def _read_record(record: dict[str, Any], shape: RecordRows, defaults: Sampling) -> Request:
-    for name in result_columns(defaults):
+def _read_record(record: dict[str, Any], shape: RecordRows, spec: JobSpec) -> Request:
+    for name in result_columns(spec.sampling):
         if name in record:
             raise RowRefused(
                 "column_collision", f"The column '{name}' is written by pagemill: rename it in the input.", name
             )
-    sampling = read_sampling(record, _SAMPLING_COLUMNS, defaults)
+    sampling = read_sampling(record, _SAMPLING_COLUMNS, spec.sampling)
     if shape.messages_column is not None:
         messages = _column(record, shape.messages_column)
-        return Request("chat", read_messages(messages, shape.messages_column), sampling)
+        return Request("chat", read_messages(messages, shape.messages_column), sampling, spec.lora)
     column = shape.prompt_column or ""
     prompt = read_prompt(_column(record, column), column)
     system = () if shape.system is None else ({"role": "system", "content": shape.system},)
     if isinstance(prompt, str):
-        return Request("chat", (*system, {"role": "user", "content": prompt}), sampling)
+        return Request("chat", (*system, {"role": "user", "content": prompt}), sampling, spec.lora)
     if system:
         raise RowRefused("invalid_value", "A prompt of token ids does not go with the job's system message.", column)
-    return Request("completion", prompt, sampling)
+    return Request("completion", prompt, sampling, spec.lora)
 
 
 def _column(record: dict[str, Any], name: str) -> Any:

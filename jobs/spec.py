@@ -77,6 +77,7 @@ class JobSpec(BaseModel):
     error_url: str
     rows: RowShape
     sampling: Sampling = Sampling()
+    lora: str | None = None
     on_bad_row: OnBadRow
     max_line_bytes: int = Field(default=MAX_LINE_BYTES, ge=1024)
     max_tries: int = Field(default=4, ge=1)

@@ -33,6 +33,7 @@ def prepare(
     output: str | None = None,
     on_bad_row: OnBadRow | None = None,
     model_aliases: tuple[str, ...] = (),
+    lora: str | None = None,
     job_id: str | None = None,
 ) -> JobSpec:
     """The spec of a job on `source` (a path, a URL, or `-`), with the input where workers can read it.
@@ -57,6 +58,7 @@ def prepare(
             error_url=errors_beside(output_url),
             rows=rows,
             sampling=sampling,
+            lora=lora,
             # OpenAI's batches are all or nothing at validation; a scraped dataset always has a bad line somewhere.
             on_bad_row=on_bad_row or ("fail" if isinstance(rows, OpenAIRows) else "skip"),
         )

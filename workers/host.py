@@ -139,7 +139,7 @@ class EngineHost:
 
     def _send(self, call: Call) -> None:
         self._in_flight.add(call)
-        call.inner = self._engine.submit(call.request.prompt, call.request.params)
+        call.inner = self._engine.submit(call.request.prompt, call.request.params, lora=call.request.lora)
         call.inner.add_done_callback(lambda future: self._answered(call, future))
 
     def _answered(self, call: Call, future: "Future[RequestOutput]") -> None:

@@ -8,9 +8,11 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.outputs import TokenLogprob as EngineLogprob
 from engine.prompts import Prompt
 from engine.sampling_params import SamplingParams
+from engine.structured_output import StructuredOutput
 from jobs.errors import RowError
 from jobs.results import Choice, Completion, TokenLogprob
 from jobs.rows import Row
+from jobs.sampling import StructuredOutput as WantedOutput
 
 # OpenAI's default for completions; a chat answer without a limit may fill the model's context.
 _COMPLETION_MAX_TOKENS = 16
@@ -20,6 +22,7 @@ _COMPLETION_MAX_TOKENS = 16
 class EngineRequest:
     prompt: Prompt
     params: SamplingParams
+    lora: str | None = None
 
 
 def request_for(job_id: str, index: int, row: Row) -> EngineRequest:
@@ -35,7 +38,16 @@ def request_for(job_id: str, index: int, row: Row) -> EngineRequest:
     if "seed" not in given:
         digest = hashlib.blake2b(f"{job_id}:{index}:0".encode(), digest_size=8).digest()
         given["seed"] = int.from_bytes(digest, "big", signed=True)
-    return EngineRequest(cast(Prompt, row.prompt), SamplingParams(**given))
+    if "structured_output" in given:
+        given["structured_output"] = _structured_output(given["structured_output"])
+    return EngineRequest(cast(Prompt, row.prompt), SamplingParams(**given), row.lora)
+
+
+def _structured_output(wanted: WantedOutput) -> StructuredOutput:
+    fields = {name: value for name, value in wanted if value not in (None, False)}
+    if "json_schema" in fields:
+        fields["json"] = fields.pop("json_schema")
+    return StructuredOutput(**fields)
 
 
 def outcome_of(row: Row, output: RequestOutput) -> Completion | RowError:

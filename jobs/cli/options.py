@@ -86,6 +86,10 @@ class JobOptions:
         list[str] | None,
         typer.Option(help="Another name that rows may call the model by. May be repeated.", rich_help_panel=_ROWS),
     ] = None
+    lora: Annotated[
+        str | None,
+        typer.Option(help="A LoRA adapter: a folder of the workers, or a hub id.", rich_help_panel=_ROWS),
+    ] = None
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)] = None
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)] = None
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.", rich_help_panel=_SAMPLING)] = None
@@ -192,18 +196,38 @@ class EngineOptions:
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer together.", rich_help_panel=_ENGINE)
     ] = None
+    model_impl: Annotated[
+        str | None,
+        typer.Option(help="auto; native: our code; transformers: Transformers' own.", rich_help_panel=_ENGINE),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.", rich_help_panel=_ENGINE)
+    ] = False
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="Share of a GPU's memory to use.", rich_help_panel=_ENGINE)
+    ] = None
+    max_loras: Annotated[
+        int | None, typer.Option(help="Most LoRA adapters in memory; 0 serves none.", rich_help_panel=_ENGINE)
+    ] = None
+    max_lora_rank: Annotated[int | None, typer.Option(help="Highest rank of an adapter.", rich_help_panel=_ENGINE)] = (
+        None
+    )
+    swap_space: Annotated[
+        int | None, typer.Option(help="Bytes of host memory for preempted rows.", rich_help_panel=_ENGINE)
+    ] = None
     num_threads: Annotated[int | None, typer.Option(help="CPU threads of a step.", rich_help_panel=_ENGINE)] = None
 
     @property
     def given(self) -> dict[str, Any]:
         """The options that were set, by the engine's own names."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
 
     @property
     def argv(self) -> list[str]:
         """The same for the command line of a worker."""
-        return [item for name, value in self.given.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+        flags = ((f"--{name.replace('_', '-')}", value) for name, value in self.given.items())
+        return [item for flag, value in flags for item in ((flag,) if value is True else (flag, str(value)))]
 
 
 def _text_file(path: Path) -> str:

@@ -92,6 +92,7 @@ def _spec(source: str, output: str, model: str, job: JobOptions, config: Setting
         output=output,
         on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),
+        lora=job.lora,
     )
     path = config.state_dir / _SPEC
     if path.exists():

@@ -33,6 +33,7 @@ def submit(
         output=output,
         on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),
+        lora=job.lora,
     )
     enter(spec, client.ledger, client.stores, client.tokens)
     if not wait:

@@ -81,7 +81,7 @@ class StubEngine:
             self.engines.started.notify_all()
         return INFO
 
-    def submit(self, prompt: Any, params: SamplingParams) -> Future[RequestOutput]:
+    def submit(self, prompt: Any, params: SamplingParams, *, lora: str | None = None) -> Future[RequestOutput]:
         future: Future[RequestOutput] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:

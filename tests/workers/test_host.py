@@ -147,7 +147,7 @@ def test_a_stop_while_the_engine_starts_again_ends_that_one_too(engines: Engines
 
 
 def test_an_answer_that_is_there_at_once_blocks_nobody(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer_now(prompt: Any, params: SamplingParams) -> "Future[RequestOutput]":
+    def answer_now(prompt: Any, params: SamplingParams, **_: Any) -> "Future[RequestOutput]":
         future: Future[RequestOutput] = Future()
         future.set_result(answer_to(prompt))
         return future

@@ -1,11 +1,14 @@
 """Between a row and the engine: what is asked for it, and what the answer means for it."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from engine.errors import RequestError
 from engine.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
+from engine.sampling_params import SamplingParams
+from engine.structured_output import StructuredOutput
 from jobs.errors import RowError
 from jobs.results import Choice, Completion
 from jobs.rows import Row
@@ -78,6 +81,33 @@ def test_every_answer_and_its_logprobs_reach_the_row() -> None:
 def test_a_bias_is_the_engine_s() -> None:
     asked = request_for("job", 0, row(request({"logit_bias": {"7": -5, "3": 2}}), openai_spec()))
     assert asked.params.logit_bias == {3: 2, 7: -5}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "engine_s"),
+    [
+        ({"json": {"type": "object"}}, StructuredOutput(json={"type": "object"})),
+        ({"json_object": True}, StructuredOutput(json_object=True)),
+        ({"choice": ["a", "b"]}, StructuredOutput(choice=("a", "b"))),
+        ({"regex": "a+"}, StructuredOutput(regex="a+")),
+        ({"grammar": "start: /a/"}, StructuredOutput(grammar="start: /a/")),
+    ],
+)
+def test_what_an_answer_has_to_be_is_the_engine_s(wanted: Any, engine_s: StructuredOutput) -> None:
+    asked = request_for("job", 0, row(request({"structured_outputs": wanted}), openai_spec()))
+    assert asked.params.structured_output == engine_s
+
+
+def test_a_row_s_adapter_is_the_engine_s_and_the_job_s_where_it_names_none() -> None:
+    spec = openai_spec(lora="ours")
+    assert request_for("job", 0, row(request(), spec)).lora == "ours"
+    assert request_for("job", 0, row(request({"lora": "mine"}), spec)).lora == "mine"
+    assert request_for("job", 0, CHAT).lora is None
+    assert request_for("job", 0, row({"prompt": "a"}, record_spec(lora="ours"))).lora == "ours"
+
+
+def test_every_parameter_of_a_row_is_one_of_the_engine_s() -> None:
+    assert set(Sampling.model_fields) <= {spec.name for spec in fields(SamplingParams)}
 
 
 def test_a_refusal_is_the_row_s_error_with_its_place() -> None:
