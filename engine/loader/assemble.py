@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.errors import ModelNotSupported
 from engine.loader.experts import ExpertReader
+from engine.loader.pages import empty_in_own_pages
 from engine.loader.sources import TensorSource, check_shapes
 from engine.models.config import MixtureConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
@@ -129,8 +130,8 @@ class _Builder:
     def _fused(self, templates: Sequence[str], kind: str, layer: int) -> Tensor:
         names = [f"{template.format(layer=layer)}.{kind}" for template in templates]
         shapes = [self._source.shapes[name] for name in names]
-        fused = torch.empty(
-            (sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._config.dtype, device=self._device
+        fused = empty_in_own_pages(
+            (sum(shape[0] for shape in shapes), *shapes[0][1:]), self._config.dtype, self._device
         )
         parts = fused.split([shape[0] for shape in shapes])
         for template, name, part in zip(templates, names, parts, strict=True):

@@ -13,7 +13,7 @@ from engine.loader.json_file import read_json
 
 _NAMES_SHOWN = 5
 # What is read through one mapping of a file; opening it again costs about a millisecond.
-_MAPPED_BYTES = 32 << 20
+_MAPPED_BYTES = 16 << 20
 
 
 class TensorSource(Protocol):
