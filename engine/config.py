@@ -31,6 +31,7 @@ class EngineConfig:
         max_num_seqs: Row budget: most requests in one step.
         max_num_batched_tokens: Token budget: most tokens in one step, prefill and decode together.
         max_model_len: Most tokens of prompt and answer together. None: the model's limit, or what the KV pool holds.
+            Rotary embeddings that depend on the length follow it: see `engine.loader.hf_rope`.
         block_size: Tokens in one KV block.
         num_kv_blocks: Size of the KV pool in blocks, the null block among them; else `kv_cache_memory` decides.
         kv_cache_memory: Size of the KV pool in bytes. None: sized from the machine, see `engine.memory`.

@@ -244,12 +244,15 @@ _GGUF_NAMES = WeightNames(
     feed_forward_norm="blk.{layer}.ffn_norm",
 )
 
-_GGUF_QK_NORM = {"query_norm": "blk.{layer}.attn_q_norm", "key_norm": "blk.{layer}.attn_k_norm"}
 _GGUF_GEMMA_NAMES = replace(
     _GGUF_NAMES,
     attention_out_norm="blk.{layer}.post_attention_norm",
     feed_forward_out_norm="blk.{layer}.post_ffw_norm",
 )
+
+
+def _with_gguf_qk_norm(names: WeightNames) -> WeightNames:
+    return replace(names, query_norm="blk.{layer}.attn_q_norm", key_norm="blk.{layer}.attn_k_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +288,7 @@ GGUF_FAMILIES = {
     "gemma2": _GGUF_GEMMA2,
     "gemma3": replace(
         _GGUF_GEMMA2,
-        family=replace(_GGUF_GEMMA2.family, names=replace(_GGUF_GEMMA_NAMES, **_GGUF_QK_NORM)),
+        family=replace(_GGUF_GEMMA2.family, names=_with_gguf_qk_norm(_GGUF_GEMMA_NAMES)),
         keys=_GGUF_GEMMA2.keys - {"attn_logit_softcapping"},
         full_every=6,
         window_theta=10000.0,
@@ -296,7 +299,7 @@ GGUF_FAMILIES = {
         keys=frozenset({"attention.sliding_window"}),
     ),
     "qwen2": GgufFamily(Family(_GGUF_NAMES)),
-    "qwen3": GgufFamily(Family(replace(_GGUF_NAMES, **_GGUF_QK_NORM))),
+    "qwen3": GgufFamily(Family(_with_gguf_qk_norm(_GGUF_NAMES))),
 }
 
 

@@ -31,6 +31,7 @@ from transformers import (
     SmolLM3Config,
 )
 
+from engine import LLM, SamplingParams
 from engine.loader import load
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES
@@ -272,6 +273,21 @@ def test_greedy_decoding_has_the_tokens_and_the_logits_of_transformers(pair):
 def test_every_family_has_a_case():
     covered = {AutoModelForCausalLM._model_mapping[case.config].__name__ for case in FAMILY_CASES.values()}
     assert covered >= FAMILIES.keys() - {"Gemma3ForConditionalGeneration"}
+
+
+@pytest.mark.parametrize(("max_model_len", "prompt", "admitted"), [(None, 30, 64), (128, 70, 128)])
+def test_the_longest_sequence_that_an_engine_admits_decides_how_longrope_turns(
+    tmp_path, max_model_len, prompt, admitted
+):
+    case = Case(Phi3Config, {"hidden_size": 128, **longrope(64)})
+    reference = random_model(case.config(**{**SMALL, **case.fields}))
+    reference.save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), dtype="float32", num_kv_blocks=65, max_model_len=max_model_len)
+    assert llm.info.max_model_len == admitted
+    ids = tokens(prompt)
+    (output,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=ANSWER))
+    generated = reference.generate(torch.tensor([ids]), max_new_tokens=ANSWER, do_sample=False)
+    assert list(output.outputs[0].token_ids) == generated[0, prompt:].tolist()
 
 
 # Families by how they round: what is added to norm weights, where norms round, what scales embeddings.
