@@ -7,8 +7,8 @@ turned by one choice would read keys turned by another, and blocks are shared by
 choice is made once, when the model is loaded, for the longest sequence that the engine is to admit (`max_model_len`):
 
     within the original context, or left open    every sequence runs as in Transformers, and longer ones are refused
-    beyond it                                     every sequence, a short one too, runs as Transformers runs one of
-                                                  `max_model_len` tokens: in quality, as vLLM runs it
+    beyond it                                    every sequence, a short one too, runs as Transformers runs one of
+                                                 `max_model_len` tokens (for longrope, vLLM's rule as well)
 """
 
 import dataclasses

@@ -59,7 +59,7 @@ class LinearPart(NamedTuple):
 class Family:
     """What sets an architecture apart. Weights and arithmetic:
 
-    other_names       names under which other versions of Transformers stored the same model
+    other_names       names of other layouts in which checkpoints hold the same model
     qkv_bias          query, key and value always have a bias
     qk_norm_over      what a norm of queries and keys spans: each head, or all heads together
     norm_offset       what is added to each stored norm weight
