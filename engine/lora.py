@@ -11,7 +11,7 @@ adapter before this one has a slot, so that one comes free: nobody waits for eve
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +151,14 @@ class LoraCache:
     def wait(self, seconds: float) -> None:
         """Return when a load has ended, or after `seconds`."""
         wait([load.adapter for load in self._loading.values()], timeout=seconds, return_when=FIRST_COMPLETED)
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Raise `RuntimeError` unless `requests`, all that are in the engine, hold what the cache says is held."""
+        held = Counter(request.lora for request in requests if request.adapter is not None)
+        if held != +self._holders:
+            raise RuntimeError("adapter cache: the holders are not the requests that have an adapter")
+        if not set(held) <= set(self._resident) or len(self._resident) + len(self._loading) > self._max_loras:
+            raise RuntimeError("adapter cache: an adapter that is held is not in memory, or there are too many")
 
     def _must_let_pass(self, request: Request) -> bool:
         other = self._waiting_for_slot

@@ -335,6 +335,8 @@ class Scheduler:
             raise RuntimeError("scheduler: the queues and the requests disagree")
         if len(self._running) > self.config.max_num_seqs:
             raise RuntimeError("scheduler: more sequences run than there are seats")
+        if self._adapters:
+            self._adapters.check_integrity(self._requests.values())
 
 
 def _behind_siblings(sequence: Sequence, queue: MutableSequence[Sequence], place: int) -> int:

@@ -55,6 +55,11 @@ _UNSUPPORTED_FIELDS = (
 _CHANGED_BASES = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 
+# A GGUF file has names of its own, but adapters are made from Transformers' model of the same family; most are named
+# like Llama's.
+_MADE_FROM = {"phi3": "Phi3ForCausalLM"}
+
+
 class AdapterTarget(NamedTuple):
     """A linear layer of a checkpoint, as the decoder has it: outputs `start` to `stop` of a fused projection."""
 
@@ -67,10 +72,13 @@ class AdapterTarget(NamedTuple):
 
 def adapter_targets(config: ModelConfig) -> dict[str, AdapterTarget]:
     """Return the linear layers that adapters can change, by the name of the module in Transformers' model."""
-    # A GGUF file has names of its own, but adapters are not made from it; in Transformers its families share Llama's.
-    names = FAMILIES.get(config.architecture, FAMILIES["LlamaForCausalLM"]).names
+    architecture = config.architecture
+    if architecture not in FAMILIES:
+        architecture = _MADE_FROM.get(architecture, "LlamaForCausalLM")
+    family = FAMILIES[architecture]
     return {
         part.module: AdapterTarget(layer, part.projection, part.start, part.stop, part.in_features)
+        for names in (family.names, *family.other_names)
         for layer in range(config.num_layers)
         for part in linear_parts(config, names, layer)
     }
@@ -100,21 +108,24 @@ class PeftLoader:
         if it does not fit the base model or is not supported, `out_of_memory` if the device has no room for it.
         """
         folder = _locate(name)
+        try:
+            return self._load(folder)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise RequestError(
+                f"There is no memory left for the adapter in {folder} ({error}).",
+                code="out_of_memory",
+                field="lora",
+                hint="Lower max_loras, or the size of the KV pool.",
+            ) from error
+
+    def _load(self, folder: Path) -> LoraAdapter:
         config_path, weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
         config_stamp, config_bytes = _read(config_path)
         weights_stamp, weights_bytes = _read(weights_path)
         config = _PeftConfig(_parse(config_bytes, config_path), config_path)
         pairs = self._pairs(_tensors(weights_bytes, weights_path), config, weights_path)
         pack_linear = kernels_for(self._device).pack_linear
-        try:
-            weights = {place: pack_low_rank(parts, pack_linear) for place, parts in pairs.items()}
-        except torch.OutOfMemoryError as error:
-            raise RequestError(
-                f"The device has no memory left for adapter {folder} ({error}).",
-                code="out_of_memory",
-                field="lora",
-                hint="Lower max_loras or the size of the KV pool.",
-            ) from error
+        weights = {place: pack_low_rank(parts, pack_linear) for place, parts in pairs.items()}
         digest = blake2b(config_bytes, digest_size=16).digest()
         revision = blake2b(weights_bytes, key=digest, digest_size=16).digest()
         return LoraAdapter(revision, (config_stamp, weights_stamp), weights)
@@ -283,7 +294,7 @@ def _parse(content: bytes, path: Path) -> dict[str, Any]:
 def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
     try:
         return load_safetensors(content)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch has no name for
         raise _invalid(f"{path} is corrupt or truncated ({error}).", "Fetch it again.") from error
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+JOINED = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 
 # What PEFT 0.21 writes, fields that say nothing about the arithmetic left out.
 CONFIG = {
@@ -42,7 +43,8 @@ CONFIG = {
 
 
 def transformers_model(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Eager, since other attention of Transformers leaves out what some families do to their scores.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def write_adapter(
@@ -50,7 +52,7 @@ def write_adapter(
     base: Path,
     *,
     seed: int,
-    linears: tuple[str, ...] = ATTENTION + MLP,
+    linears: tuple[str, ...] = ATTENTION + MLP + JOINED,
     ranks: dict[str, int] | None = None,
     **config: Any,
 ) -> Path:

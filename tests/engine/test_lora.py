@@ -4,8 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from engine import LLM, ConfigError, EngineConfig, SamplingParams
 from tests.engine.lora_fixture import (
@@ -17,6 +15,7 @@ from tests.engine.lora_fixture import (
     write_adapter,
 )
 from tests.engine.models_fixture import tiny_llama
+from tests.engine.test_families import FAMILY_CASES, SMALL, random_model
 from tests.engine.test_loader_gguf import write_gguf
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [200, 7, 7], [42, 17, 99, 3, 12]]
@@ -73,22 +72,16 @@ def test_an_adapter_gives_the_tokens_of_the_merged_weights(llm, adapters, expect
     assert all(with_adapter != without for with_adapter, without in zip(expected[name], expected[None], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["biases", "single heads", "one layer"])
-def test_it_does_so_for_other_shapes_of_model(tmp_path, kind):
-    options = {
-        "biases": {"attention_bias": True, "mlp_bias": True},
-        "single heads": {"num_key_value_heads": 4},
-        "one layer": {"num_hidden_layers": 1, "intermediate_size": 40},
-    }[kind]
-    base = tiny_llama(tmp_path / "base", **options)
-    if kind == "biases":
-        weights = load_file(base / "model.safetensors")
-        torch.manual_seed(4)
-        biases = {name: torch.randn_like(tensor) for name, tensor in weights.items() if name.endswith("bias")}
-        assert biases
-        save_file({**weights, **biases}, base / "model.safetensors", {"format": "pt"})
+@pytest.mark.parametrize("family", ["llama", "llama, biases", "qwen2", "phi3", "gemma2", "qwen3 moe, dense layers"])
+def test_it_does_so_for_every_shape_of_model(tmp_path, family):
+    # Odd heads, biases, projections that the checkpoint joins, gates of another kind, experts between dense layers.
+    case = FAMILY_CASES[family]
+    base = tmp_path / "base"
+    random_model(case.config(**{**SMALL, **case.fields})).save_pretrained(base)
     adapter = write_adapter(tmp_path / "adapter", base, seed=5)
-    assert answers(engine(base), PROMPTS, str(adapter)) == greedy(merged(base, adapter, 2.0), PROMPTS, MAX_TOKENS)
+    with_adapter = greedy(merged(base, adapter, 2.0), PROMPTS, MAX_TOKENS)
+    assert answers(engine(base, model_impl="native"), PROMPTS, str(adapter)) == with_adapter
+    assert with_adapter != greedy(transformers_model(base), PROMPTS, MAX_TOKENS)
 
 
 def test_a_batch_that_mixes_adapters_and_none_answers_each_as_alone(llm, adapters, expected):
