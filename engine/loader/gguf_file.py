@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelNotSupported
-from engine.loader.errors import ModelFileInvalid
+from engine.loader.gguf_reader import GgufContainer
+from engine.loader.pages import empty_in_own_pages
+
+# Of float32 values: gguf-py's dequantisation takes several times as much for intermediate results.
+_CHUNK_BYTES = 4 << 20
 
 
 class GgufFile:
@@ -19,30 +23,26 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, KeyError, IndexError, OverflowError, OSError, UnicodeDecodeError) as error:
-            raise ModelFileInvalid(
-                f"{path} is no GGUF file, or truncated ({error}).", hint="Fetch it again."
-            ) from error
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        # ggml counts dimensions from the one that is contiguous in memory.
-        self.shapes = {name: tuple(map(int, reversed(tensor.shape))) for name, tensor in self._tensors.items()}
+        self._container = GgufContainer(path)
+        self.shapes = {name: tensor.shape for name, tensor in self._container.tensors.items()}
 
     def metadata(self, key: str) -> Any:
         """Return the value of `key`, or None where the file has none."""
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+        return self._container.metadata.get(key)
 
     def read(self, name: str) -> Tensor:
         """Return one tensor dequantised to float32. Raises `ModelNotSupported` for a type that cannot be."""
-        tensor = self._tensors[name]
+        kind, shape = self._container.tensors[name].type, self.shapes[name]
+        values = empty_in_own_pages(shape, torch.float32, torch.device("cpu"))
+        rows, stored = values.view(-1, shape[-1]).numpy(), self._container.stored(name)
+        stored = stored.reshape(len(rows), -1)
+        step = max(1, _CHUNK_BYTES // rows[0].nbytes)
         try:
-            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            for start in range(0, len(rows), step):
+                rows[start : start + step] = gguf.quants.dequantize(stored[start : start + step], kind)
         except NotImplementedError as error:
             raise ModelNotSupported(
-                f"{self.path}: tensor {name} is of type {tensor.tensor_type.name}, which cannot be dequantised."
+                f"{self.path}: tensor {name} is of type {kind.name}, which cannot be dequantised."
             ) from error
-        # Unquantised tensors come as a read-only view of the file, which torch has no type for.
-        values = values if values.flags.writeable else values.copy()
-        return torch.from_numpy(values).reshape(self.shapes[name])
+        self._container.forget(name)
+        return values
