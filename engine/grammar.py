@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llguidance.hf
 import numpy as np
@@ -39,9 +39,6 @@ _COMPILING_STACK_BYTES = 512 * 2**20
 _CACHED_GRAMMARS = 512
 _MOST_MASK_THREADS = 16
 _LONGEST_MESSAGE = 500
-
-# Models write JSON on one line with a space after commas and colons, or with none. Without a bound some never stop.
-_JSON_OPTIONS = {"whitespace_pattern": " ?"}
 
 
 class GrammarMatcher:
@@ -71,11 +68,6 @@ class GrammarMatcher:
     def finished(self) -> bool:
         """Whether nothing may follow but the end."""
         return self.automaton.is_stopped()
-
-    @property
-    def accepting(self) -> bool:
-        """Whether the end may follow."""
-        return self.automaton.is_accepting()
 
 
 class GrammarCompiler:
@@ -147,15 +139,21 @@ def _compile(prepared: "Future[LLTokenizer]", structured_output: StructuredOutpu
 def _grammar(structured_output: StructuredOutput) -> str:
     """The grammar as llguidance takes it; raises `ValueError` for some that are wrong, where others show later."""
     if structured_output.json_object:
-        return LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=_JSON_OPTIONS)
+        return _json_grammar('{"type":"object"}')
     if structured_output.json is not None:
-        return LLMatcher.grammar_from_json_schema(structured_output.json, defaults=_JSON_OPTIONS)
+        return _json_grammar(structured_output.json)
     if structured_output.regex is not None:
         return LLMatcher.grammar_from_regex(structured_output.regex)
     if structured_output.choice is not None:
         strings = (json.dumps(text, ensure_ascii=False) for text in structured_output.choice)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(strings)}")
+    assert structured_output.grammar is not None
     return grammar_from("grammar", structured_output.grammar)
+
+
+def _json_grammar(schema: str | dict[str, Any]) -> str:
+    # Models write JSON on one line, with a space after commas and colons or with none. Left free, some never stop.
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
 
 
 class GrammarMask(NamedTuple):
@@ -195,7 +193,7 @@ class GrammarMasks:
 
     def _fill(self, matchers: list[GrammarMatcher]) -> np.ndarray:
         if self._executor is None:
-            self._executor = LLExecutor(min(usable_cores(), _MOST_MASK_THREADS))
+            self._executor = LLExecutor(min(usable_cores(), torch.get_num_threads(), _MOST_MASK_THREADS))
         bitmask = np.zeros((len(matchers), matchers[0].num_mask_words), dtype=np.int32)
         indexed = [(matcher.automaton, index) for index, matcher in enumerate(matchers)]
         fill_next_token_bitmask_par(self._executor, indexed, bitmask)
@@ -203,9 +201,7 @@ class GrammarMasks:
 
 
 def _unsupported(reason: str) -> RequestError:
-    return RequestError(
-        f"Structured output needs a fast tokenizer, {reason}.", code="unsupported_task", field="structured_output"
-    )
+    return RequestError(f"Structured output needs a fast tokenizer, {reason}.", field="structured_output")
 
 
 def _invalid_grammar(field: str, reason: str) -> RequestError:

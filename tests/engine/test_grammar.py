@@ -80,7 +80,7 @@ def follows(structured_output, text):
             automaton.consume(token_id)
     except RequestError:
         return False
-    return automaton.accepting
+    return automaton.automaton.is_accepting()
 
 
 def test_two_hundred_different_schemas_each_get_an_answer_that_keeps_to_them(llm):
