@@ -69,7 +69,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         vocab_size=loaded.config.vocab_size,
         num_kv_blocks=limits.num_kv_blocks,
         block_size=limits.block_size,
-        tasks=("generate", "embed"),
+        tasks=loaded.tasks,
         revision=loaded.revision,
     )
     return EngineCore(

@@ -276,11 +276,11 @@ def _generates_nothing(info: EngineInfo) -> RequestError:
     if "score" in info.tasks:
         what, instead = "a cross-encoder", "score"
     else:
-        what, instead = "an encoder", "embed"
+        what, instead = "an embedding model", "embed"
     return RequestError(
         f"{info.model} is {what}: it generates no text.",
         code="unsupported_task",
-        hint=f"Use {instead}, or load a decoder.",
+        hint=f"Use {instead}, or load a model with a language head.",
     )
 
 

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from engine.config import ModelImpl
 from engine.errors import ModelNotSupported
+from engine.info import Task
 from engine.loader.assemble import assemble
 from engine.loader.encoder_config import is_encoder
 from engine.loader.encoder_loader import LoadedEncoder, load_encoder
@@ -17,6 +18,7 @@ from engine.loader.errors import ModelFileInvalid
 from engine.loader.gguf_config import read_gguf_config
 from engine.loader.gguf_file import GgufFile
 from engine.loader.gguf_tokenizer import gguf_tokenizer
+from engine.loader.headless import BodyTensors, is_headless
 from engine.loader.hf_config import read_hf_config
 from engine.loader.locate import locate_model
 from engine.loader.sentence_transformers import PoolingDefaults, read_pooling_defaults
@@ -37,7 +39,7 @@ class LoadedModel:
 
     `tokenizer` is None for a folder without tokenizer files, which serves token ids only. `revision` is the commit of
     the hub's repository that the files are, or None for local files. `pooling` is how an embedding is made unless a
-    request says otherwise.
+    request says otherwise; `tasks` lacks `generate` for a decoder without its language head.
     """
 
     config: ModelShape
@@ -45,6 +47,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: frozenset[int]
     pooling: PoolingDefaults
+    tasks: tuple[Task, ...] = ("generate", "embed")
     revision: str | None = None
 
 
@@ -93,6 +96,7 @@ def _load_folder(
         tokenizer,
         folder_eos_token_ids(folder, tokenizer),
         read_pooling_defaults(folder, otherwise="last"),
+        tasks=("embed",) if is_headless(folder) else ("generate", "embed"),
     )
 
 
@@ -108,8 +112,10 @@ def _folder_decoder(
         return load_transformers_model(folder, dtype, device, trust_remote_code=trust_remote_code)
     try:
         config, family = read_hf_config(folder, max_model_len)
-        config = dataclasses.replace(config, dtype=dtype or config.dtype)
-        return assemble(config, family, SafetensorsSource(folder), device)
+        # A body alone has no head's weights, and nobody asks for its logits: the embedding stands in for them.
+        tied = config.tie_word_embeddings or is_headless(folder)
+        config = dataclasses.replace(config, dtype=dtype or config.dtype, tie_word_embeddings=tied)
+        return assemble(config, family, BodyTensors(SafetensorsSource(folder)), device)
     except ModelNotSupported:
         if model_impl == "native":
             raise

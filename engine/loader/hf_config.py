@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING
 from engine.errors import ModelNotSupported
 from engine.loader.errors import ModelFileInvalid
 from engine.loader.fields import Fields
+from engine.loader.headless import with_head
 from engine.loader.hf_rope import Rope, read_rope
 from engine.loader.json_file import read_json
 from engine.models.config import Activation, LayerConfig, MixtureConfig, ModelConfig
@@ -54,9 +55,9 @@ def read_hf_config(folder: Path, max_model_len: int | None = None) -> tuple[Mode
 
 def _architecture(raw: Mapping[str, Any], path: Path) -> str:
     architectures = raw.get("architectures") or []
-    for architecture in architectures:
+    for architecture in map(with_head, architectures):
         if architecture in FAMILIES:
-            return str(architecture)
+            return architecture
     named = ", ".join(map(str, architectures)) or f"model type {raw.get('model_type')!r}, no architecture"
     raise ModelNotSupported(f"{path} describes {named}, which the engine does not run.", hint=_SUPPORTED)
 

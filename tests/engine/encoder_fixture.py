@@ -85,6 +85,7 @@ def letters_tokenizer(*, type_of_second: int) -> PreTrainedTokenizerFast:
         unk_token="[UNK]",
         cls_token="[CLS]",
         sep_token="[SEP]",
+        model_max_length=MAX_LENGTH,
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
 

@@ -1,10 +1,12 @@
 """What pools: the parameters, the sums over chunks, and decoders that give vectors instead of tokens."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModel
 
 from engine import LLM, EngineConfig, EngineProcess, PoolingParams, RequestError, SamplingParams, TextPair
@@ -297,6 +299,21 @@ def test_sentence_transformers_files_decide_for_a_decoder_too(tmp_path, states):
     np.testing.assert_allclose(vectors(llm.embed(PROMPTS)), expected(states, "mean"), atol=2e-5)
     (cut,) = llm.embed(["a text of more than twelve bytes"], PoolingParams(truncate_prompt_tokens=-1))
     assert len(cut.prompt_token_ids) == 12
+
+
+@pytest.mark.parametrize("named_as", ["LlamaModel", "LlamaForCausalLM"])
+def test_a_body_without_its_head_embeds_as_with_it(tmp_path, folder, llm, named_as):
+    AutoModel.from_pretrained(folder).save_pretrained(tmp_path)
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors"), "saved without the body's prefix"
+    path = tmp_path / "config.json"
+    tied = named_as == "LlamaForCausalLM"
+    config = {**json.loads(path.read_text()), "architectures": [named_as], "tie_word_embeddings": tied}
+    path.write_text(json.dumps(config))
+    headless = make_llm(tmp_path)
+    np.testing.assert_allclose(vectors(headless.embed(PROMPTS)), vectors(llm.embed(PROMPTS)), rtol=0, atol=1e-5)
+    assert headless.info.tasks == (("generate", "embed") if tied else ("embed",))
+    (answered,) = headless.generate([[1, 2]], GREEDY)
+    assert (answered.error and answered.error.code) == (None if tied else "unsupported_task")
 
 
 def test_a_decoder_embeds_text_and_conversations_and_scores_by_cosine(llm):
