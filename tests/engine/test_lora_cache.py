@@ -1,5 +1,6 @@
 """Which adapters are in memory, and who waits for them: the loop with a toy model and adapters of nothing."""
 
+import random
 import threading
 from collections import Counter
 
@@ -78,6 +79,45 @@ def test_never_are_more_adapters_in_a_step_than_may_be_in_memory(max_loras):
     assert len(engine.outputs) == 40
     engine.check_answers()
     assert max(map(len, engine.runner.steps)) == max_loras
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_and_goes_everybody_is_answered(seed):
+    rng = random.Random(seed)
+
+    def load(name):
+        if name == "broken":
+            raise RequestError("nothing there", code="lora_not_found", field="lora")
+        return adapter_of(name)
+
+    engine = Engine(
+        load,
+        max_loras=rng.randint(1, 3),
+        max_overtakes=rng.choice([0, 1, 5]),
+        max_num_seqs=rng.randint(1, 6),
+        num_kv_blocks=rng.choice([6, 65]),
+        max_model_len=20,
+    )
+    names = rng.choices([None, "a", "b", "c", "d", "broken"], k=40)
+    aborted = set()
+    for index, name in enumerate(names):
+        engine.add(name, first=index)
+        if rng.random() < 0.5:
+            engine.step()
+        if rng.random() < 0.1:
+            aborted.add(victim := rng.randint(0, index))
+            engine.core.abort(victim)
+    engine.finish()
+    assert sorted(engine.outputs) == list(range(40))
+    for index, name in enumerate(names):
+        output = engine.outputs.pop(index)
+        if index in aborted and output.outputs[0].finish_reason == "abort":
+            continue
+        if name == "broken":
+            assert output.error.code == "lora_not_found"
+        else:
+            engine.outputs[index] = output
+    engine.check_answers()
 
 
 def test_the_least_recently_used_adapter_makes_room():
