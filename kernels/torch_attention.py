@@ -45,7 +45,7 @@ class TileGroup(NamedTuple):
 
     rows: Tensor  # [num_tiles * num_queries] int64, their places in the flat batch
     head_blocks: Tensor  # [num_tiles * num_kv_heads * padded_blocks] int64, block * num_kv_heads + head
-    hidden: Tensor  # [num_tiles, 1, num_queries, 1, padded_len] bool, true where a query may not look
+    mask: Tensor  # [num_tiles, 1, num_queries, 1, num_masked] float32, for the last keys: -inf where one is hidden
     stale: Tensor  # [num_stale] int64, gathered rows past the context's end, in blocks that are in use
     num_tiles: int
 
@@ -91,36 +91,36 @@ def _attend(
     # The query heads of a KV head are rows of one product, so that keys are read once and never expanded.
     folded = query.view(group.num_tiles, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim).transpose(1, 2)
     rows = folded.reshape(group.num_tiles * num_kv_heads, -1, head_dim)
-    key = _gather(layer.key, group.head_blocks, len(rows))
+    key = _gather(layer.key, group)
     scores = torch.bmm(rows, key.transpose(1, 2)).view(*folded.shape[:-1], -1).float().mul_(scale)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
-    scores.masked_fill_(group.hidden, float("-inf"))
+    # A sum, because masked_fill of a mask that is broadcast takes three times the softmax.
+    scores[..., scores.shape[-1] - group.mask.shape[-1] :].add_(group.mask)
     weights = _softmax(scores, sinks).to(query.dtype).view(len(rows), rows.shape[1], -1)
-    value = _gather(layer.value, group.head_blocks, len(rows))
-    # A zero weight does not silence a NaN or infinity that a block's former owner left.
-    value.view(-1, head_dim).index_fill_(0, group.stale, 0)
     if weights.shape[1] == 1:
         # Over thousands of keys a row alone is summed in another order than the same row among others.
         weights = weights.expand(-1, 2, -1)
-    attended = torch.bmm(weights, value)[:, : rows.shape[1]]
+    attended = torch.bmm(weights, _gather(layer.value, group))[:, : rows.shape[1]]
     return attended.view(folded.shape).transpose(1, 2).reshape(query.shape)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the weights of the keys, contiguous `[num_tiles, num_kv_heads, num_queries, group, padded_len]`."""
+    """Return the weights of the keys, `[num_tiles, num_kv_heads, num_queries, group, padded_len]`."""
     if sinks is None:
         return scores.softmax(-1)
     _, num_kv_heads, _, group, padded_len = scores.shape
     sink = sinks.float().view(num_kv_heads, 1, group, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :padded_len].contiguous()
+    return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :padded_len]
 
 
-def _gather(cache: Tensor, head_blocks: Tensor, num_heads: int) -> Tensor:
-    """Copy blocks side by side: `[num_heads, padded_len, head_dim]`, the KV heads of all tiles."""
-    block_size, head_dim = cache.shape[2:]
-    blocks = cache.view(-1, block_size * head_dim).index_select(0, head_blocks)
-    return blocks.view(num_heads, -1, head_dim)
+def _gather(cache: Tensor, group: TileGroup) -> Tensor:
+    """Copy blocks side by side: `[num_tiles * num_kv_heads, padded_len, head_dim]`."""
+    _, num_kv_heads, block_size, head_dim = cache.shape
+    rows = cache.view(-1, block_size * head_dim).index_select(0, group.head_blocks).view(-1, head_dim)
+    # Neither -inf nor a zero weight silences a NaN or infinity that a block's former owner left.
+    rows.index_fill_(0, group.stale, 0)
+    return rows.view(group.num_tiles * num_kv_heads, -1, head_dim)
 
 
 def _tiles(batch: AttentionBatch, block_size: int, window: int | None) -> Iterator[_Tile]:
@@ -162,13 +162,7 @@ def _lay_out(
         torch.tensor(column, device=device) for column in zip(*tiles, strict=True)
     )
     within = torch.arange(num_queries, device=device)
-    positions = (context_lens.unsqueeze(1) - num_queries + within).unsqueeze(-1)
     columns = first_blocks.unsqueeze(1) + torch.arange(padded_blocks, device=device)
-    offsets = torch.arange(padded_blocks * kv.block_size, device=device)
-    keys = (first_blocks.unsqueeze(1) * kv.block_size + offsets).unsqueeze(1)
-    hidden = keys > positions
-    if window is not None:
-        hidden |= keys <= positions - window
     width = batch.block_tables.shape[1]
     tables = batch.block_tables.index_select(0, sequences).gather(1, columns.clamp(max=width - 1)).long()
     # A sequence may own blocks past this tile's context: of later tiles, or still to be filled.
@@ -177,10 +171,24 @@ def _lay_out(
     return TileGroup(
         rows=(first_rows.unsqueeze(1) + within).flatten(),
         head_blocks=(tables.unsqueeze(1) * len(heads[0]) + heads).flatten(),
-        hidden=hidden[:, None, :, None, :],
+        mask=_mask(tiles, padded_blocks * kv.block_size, kv.block_size, window).to(device),
         stale=_stale_rows(tiles, padded_blocks * kv.block_size, kv).to(device),
         num_tiles=len(tiles),
     )
+
+
+def _mask(tiles: list[_Tile], padded_len: int, block_size: int, window: int | None) -> Tensor:
+    """Return what is added to the scores of a group's last keys; the keys before them are seen by all its queries."""
+    num_queries = tiles[0].num_queries
+    seen_by_all = 0 if window is not None else min(tile.context_len for tile in tiles) - num_queries + 1
+    first_queries = torch.tensor([tile.context_len - num_queries for tile in tiles])
+    first_keys = torch.tensor([tile.first_block * block_size for tile in tiles])
+    positions = first_queries[:, None, None] + torch.arange(num_queries).unsqueeze(-1)
+    keys = first_keys[:, None, None] + torch.arange(seen_by_all, padded_len)
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, :, None, :]
 
 
 def _stale_rows(tiles: list[_Tile], padded_len: int, kv: KVCache) -> Tensor:
