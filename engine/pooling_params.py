@@ -26,8 +26,9 @@ class PoolingParams:
             (Matryoshka representation learning) give useful vectors. None: all.
         use_activation: Of `score`: apply the model's activation, by default a sigmoid where the head has one label and
             nothing where it has more. False: the head's logits.
-        truncate_prompt_tokens: Keep only the first so many tokens of a prompt, special tokens among them; -1: as many
-            as the model takes. None: a prompt that is too long is an error.
+        truncate_prompt_tokens: Keep only so many tokens of a prompt, special tokens among them; -1: as many as the
+            model takes. The end is cut off, or the beginning of a text whose tokenizer is set to that. None: a prompt
+            that is too long is an error.
     """
 
     task: PoolingTask = "embed"

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 from engine.errors import ModelNotSupported
 from engine.loader.errors import ModelFileInvalid
+from engine.loader.fields import Fields
 from engine.loader.json_file import read_json, read_json_objects
 from engine.pooling_params import PoolingType
 
@@ -67,7 +68,8 @@ def read_pooling_defaults(folder: Path, *, otherwise: PoolingType) -> PoolingDef
                 raise ModelNotSupported(f"{path}: a pipeline with a module {name!r} does not run.")
     settings = folder / "sentence_bert_config.json"
     raw = read_json(settings) if settings.exists() else {}
-    return PoolingDefaults(pooling, normalize, raw.get("max_seq_length"), bool(raw.get("do_lower_case")))
+    max_length = Fields(raw, settings).integer("max_seq_length") if raw.get("max_seq_length") is not None else None
+    return PoolingDefaults(pooling, normalize, max_length, bool(raw.get("do_lower_case")))
 
 
 def read_score_activation(folder: Path, num_labels: int) -> ScoreActivation:

@@ -334,6 +334,13 @@ def test_a_pipeline_that_does_not_run_is_named(bert, tmp_path, pooling, modules,
         LLM(str(tmp_path))
 
 
+def test_a_length_that_is_none_is_named(tmp_path):
+    tiny_encoder(tmp_path, "bert")
+    sentence_transformers_files(tmp_path, pooling={"pooling_mode_mean_tokens": True}, max_seq_length="long")
+    with pytest.raises(ModelFileInvalid, match="max_seq_length is 'long'"):
+        LLM(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
