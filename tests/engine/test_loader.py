@@ -197,8 +197,9 @@ def test_a_broken_tokenizer_is_invalid(tmp_path):
 def test_pickled_weights_are_never_loaded(tmp_path):
     folder = tiny_llama(tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelFileInvalid, match="safetensors"):
-        load_float32(folder)
+    for model_impl in ("native", "transformers"):
+        with pytest.raises(ModelFileInvalid, match=r"no \.safetensors file.*convert them"):
+            load(str(folder), dtype=None, device=CPU, model_impl=model_impl)
 
 
 @pytest.mark.parametrize("name", ["./nothing/here", "/nothing/here", "nothing.gguf", "a/b/c"])
@@ -219,19 +220,6 @@ def test_an_id_that_the_hub_cannot_give_is_not_found(name, monkeypatch):
     with pytest.raises(ModelNotFound, match="hub id") as caught:
         load(name, dtype=None, device=CPU)
     assert caught.value.code == "model_not_found"
-
-
-def test_a_hub_id_is_fetched_without_pickles(tmp_path, monkeypatch):
-    asked = {}
-
-    def download(name, *, allow_patterns, ignore_patterns):
-        asked.update(name=name, allow=allow_patterns)
-        return str(tiny_llama(tmp_path))
-
-    monkeypatch.setattr("engine.loader.locate.snapshot_download", download)
-    assert load("someone/tiny", dtype=None, device=CPU).config.num_layers == 2
-    assert asked["name"] == "someone/tiny"
-    assert not any(pattern in "".join(asked["allow"]) for pattern in ("bin", "pt", "pkl"))
 
 
 def test_without_its_package_the_demo_says_how_to_get_it(monkeypatch):
