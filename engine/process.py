@@ -19,16 +19,14 @@ from contextlib import contextmanager
 from itertools import count
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
-from typing import Any, overload
 
 from engine.config import EngineConfig
 from engine.errors import EngineDied, EngineError
 from engine.info import EngineInfo, EngineStats
 from engine.messages import Abort, NewRequest, StepReport, Stop
-from engine.outputs import PoolingOutput, RequestOutput
+from engine.outputs import EngineOutput
 from engine.pooling_params import PoolingParams
 from engine.pooling_prompts import PoolingPrompt
-from engine.prompts import Prompt
 from engine.sampling_params import SamplingParams
 
 # How long a child whose pipe is closed may take to be gone.
@@ -54,8 +52,8 @@ class EngineProcess:
         self._indices = count()
         self._lock = threading.Lock()  # guards what follows
         self._accepting = False
-        self._futures: dict[int, Future[Any]] = {}
-        self._index_of: dict[Future[Any], int] = {}
+        self._futures: dict[int, Future[EngineOutput]] = {}
+        self._index_of: dict[Future[EngineOutput], int] = {}
 
     def start(self, timeout_s: float = 600) -> EngineInfo:
         """Start the process, and return when the model is loaded.
@@ -83,23 +81,16 @@ class EngineProcess:
             self.stop(timeout_s=0)
             raise EngineDied(f"The engine did not load {self._config.model!r} within {timeout_s:g} s.") from None
 
-    @overload
-    def submit(self, prompt: Prompt, params: SamplingParams, *, lora: str | None = ...) -> Future[RequestOutput]: ...
-
-    @overload
-    def submit(
-        self, prompt: PoolingPrompt, params: PoolingParams, *, lora: str | None = ...
-    ) -> Future[PoolingOutput]: ...
-
     def submit(
         self, prompt: PoolingPrompt, params: SamplingParams | PoolingParams, *, lora: str | None = None
-    ) -> Future[RequestOutput] | Future[PoolingOutput]:
-        """Hand over a request without waiting, and return the future of its output.
+    ) -> Future[EngineOutput]:
+        """Hand over a request without waiting, and return the future of its output: a
+        `RequestOutput`, or a `PoolingOutput` for pooling parameters.
 
         A request that cannot be served gives an output with `error` set. The future raises `EngineDied` if the process
         ends before it answers, or has ended. Callbacks of the future run on the reader thread and must not block.
         """
-        future: Future[Any] = Future()
+        future: Future[EngineOutput] = Future()
         # The request is on its way: `abort` ends it, `Future.cancel` does not.
         future.set_running_or_notify_cancel()
         index = next(self._indices)
@@ -114,7 +105,7 @@ class EngineProcess:
         future.set_exception(EngineDied("The engine process is not running."))
         return future
 
-    def abort(self, future: Future[RequestOutput] | Future[PoolingOutput]) -> None:
+    def abort(self, future: Future[EngineOutput]) -> None:
         """End a request now; its future gets what it has, with finish_reason `abort`. No effect if it has ended."""
         with self._lock:
             index = self._index_of.get(future)

@@ -6,12 +6,15 @@ its neutral value, or an error. Nothing is dropped in silence.
 
 from typing import Any, NamedTuple
 
+from jobs.pooling import Pooling
 from jobs.row_fields import (
     SHOWN,
     Kind,
     Prompt,
     RowRefused,
+    read_inputs,
     read_messages,
+    read_pooling,
     read_prompt,
     read_sampling,
     read_structured,
@@ -23,11 +26,13 @@ from jobs.spec import JobSpec
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+EMBEDDINGS_URL = "/v1/embeddings"
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
 MAX_CUSTOM_ID = 512
 # These two are spelled in OpenAI's own ways, see `_logprobs` and `_structured_output`.
 _SAMPLING = {name: f"body.{name}" for name in Sampling.model_fields if name not in ("logprobs", "structured_output")}
+_POOLING = {name: f"body.{name}" for name in Pooling.model_fields}
 _HARMLESS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     | {"parallel_tool_calls"}
@@ -52,13 +57,19 @@ _STRUCTURED = ("response_format", "structured_outputs")
 _COMMON = (
     frozenset(_SAMPLING) | _HARMLESS | {"model", "stream", "max_completion_tokens", "logprobs", "lora", *_STRUCTURED}
 )
-_KNOWN = {CHAT_URL: _COMMON | {"messages", "top_logprobs"}, COMPLETIONS_URL: _COMMON | {"prompt"}}
+_KNOWN = {
+    CHAT_URL: _COMMON | {"messages", "top_logprobs"},
+    COMPLETIONS_URL: _COMMON | {"prompt"},
+    EMBEDDINGS_URL: frozenset(_POOLING) | _HARMLESS | {"model", "stream", "lora", "input"},
+}
 
 
 class Request(NamedTuple):
+    """What a row asks for: `prompts` is one prompt, or all the inputs of an embedding."""
+
     kind: Kind
-    prompt: Prompt
-    sampling: Sampling
+    prompts: tuple[Prompt, ...]
+    params: Sampling | Pooling
     lora: str | None = None
 
 
@@ -75,22 +86,31 @@ def read_request(record: dict[str, Any], spec: JobSpec) -> Request:
         raise RowRefused("invalid_value", f"Invalid value: {shown(record['method'])}. The method is 'POST'.", "method")
     url, body = record["url"], record["body"]
     if type(url) is not str or url not in _KNOWN:
-        supported = " and ".join(f"'{known}'" for known in _KNOWN)
+        supported = ", ".join(f"'{known}'" for known in _KNOWN)
         raise RowRefused("invalid_url", f"The URL {shown(url)} is not served; those that are: {supported}.", "url")
     if type(body) is not dict:
         raise wrong_type("body", "an object", body)
     _check_stream(body)
     _check_model(body, spec)
     _check_parameters(body, _KNOWN[url])
-    sampling = _sampling(body, spec.sampling, chat=url == CHAT_URL)
+    return _read_body(url, body, spec)
+
+
+def _read_body(url: str, body: dict[str, Any], spec: JobSpec) -> Request:
     lora = _lora(body, spec)
+    if url == EMBEDDINGS_URL:
+        inputs = read_inputs(_required(body, "input"), "body.input")
+        return Request("embedding", inputs, read_pooling(body, _POOLING, spec.pooling), lora)
+    sampling = _sampling(body, spec.sampling, chat=url == CHAT_URL)
     if url == CHAT_URL:
-        if body.get("messages") is None:
-            raise RowRefused("invalid_request", "Messages parameter is required.", "body.messages")
-        return Request("chat", read_messages(body["messages"], "body.messages"), sampling, lora)
-    if body.get("prompt") is None:
-        raise RowRefused("invalid_request", "Prompt parameter is required.", "body.prompt")
-    return Request("completion", read_prompt(body["prompt"], "body.prompt"), sampling, lora)
+        return Request("chat", (read_messages(_required(body, "messages"), "body.messages"),), sampling, lora)
+    return Request("completion", (read_prompt(_required(body, "prompt"), "body.prompt"),), sampling, lora)
+
+
+def _required(body: dict[str, Any], name: str) -> Any:
+    if body.get(name) is None:
+        raise RowRefused("invalid_request", f"{name.capitalize()} parameter is required.", f"body.{name}")
+    return body[name]
 
 
 def _check_custom_id(value: Any) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from jobs.duplicates import IdDigests, Repeats
 from jobs.errors import InputChanged, PagemillError, PreconditionFailed, RowError
 from jobs.formats.jsonl import Line, iter_lines
+from jobs.pooling import Pooling
 from jobs.row_fields import shown
 from jobs.rows import Row, parse_row
 from jobs.settings import Settings
@@ -132,7 +133,10 @@ def _pinned_chunks(spec: JobSpec, stores: Store, part: Shard, on_bytes: Callable
 
 def _tokens(line: Line, row: Row) -> int:
     """A guess at the tokens that a row costs, prompt and answer."""
-    return (line.end - line.offset) // _BYTES_PER_TOKEN + (row.sampling.max_tokens or _ANSWER_TOKENS)
+    prompt = (line.end - line.offset) // _BYTES_PER_TOKEN
+    if isinstance(row.params, Pooling):
+        return prompt
+    return prompt + (row.params.n or 1) * (row.params.max_tokens or _ANSWER_TOKENS)
 
 
 class _Cutter:

@@ -8,14 +8,17 @@ answers.
 """
 
 import hashlib
+from base64 import b64encode
 from dataclasses import dataclass
 from itertools import accumulate
+from struct import iter_unpack
 from typing import Any, Literal, NamedTuple
 
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
+from jobs.pooling import Pooling
+from jobs.records import Usage
 from jobs.rows import Row, is_object, result_columns
-from jobs.sampling import Sampling
 from jobs.spec import JobSpec, RecordRows
 
 NEVER_RUN = frozenset({"batch_expired", "batch_cancelled"})
@@ -49,16 +52,25 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answers to a row, in order. `cached_tokens` of the `prompt_tokens` were found in the prefix cache.
+    """The answers to a row, in order.
 
     `prompt_logprobs` has an entry a token of the prompt where the row asks for them; nothing says of the first.
     """
 
     choices: tuple[Choice, ...]
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
+    usage: Usage
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The vectors of a row's inputs, in order; each is float32 numbers, little-endian."""
+
+    vectors: tuple[bytes, ...]
+    usage: Usage
+
+
+Outcome = Completion | Embeddings | RowError
 
 
 class ResultLines(NamedTuple):
@@ -68,7 +80,7 @@ class ResultLines(NamedTuple):
     error: bytes | None
 
 
-def lines_for(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Completion | RowError) -> ResultLines:
+def lines_for(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Outcome) -> ResultLines:
     """The lines of row `index`, which is `line` of the input and `row` where it could be read as one."""
     if isinstance(outcome, RowError):
         in_place = _failed_record(spec, line, outcome) if isinstance(spec.rows, RecordRows) else None
@@ -78,12 +90,14 @@ def lines_for(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: C
     return ResultLines(success_line(spec, row, index, outcome), None)
 
 
-def success_line(spec: JobSpec, row: Row, index: int, completion: Completion) -> bytes:
+def success_line(spec: JobSpec, row: Row, index: int, outcome: Completion | Embeddings) -> bytes:
     """The answer's line in the output file."""
     if isinstance(spec.rows, RecordRows):
-        usage = _usage(completion) | {"cached_tokens": completion.cached_tokens}
-        return _extended(row.source, {**_record_answer(spec.sampling, completion), "usage": usage, "error": None})
-    return _answered(spec, index, row.custom_id, 200, _completion_body(spec, row, index, completion))
+        usage = {**_usage(outcome.usage), "cached_tokens": outcome.usage.cached_tokens}
+        return _extended(row.source, {**_record_answer(spec, outcome), "usage": usage, "error": None})
+    if isinstance(outcome, Embeddings):
+        return _answered(spec, index, row.custom_id, 200, _embeddings_body(spec, row, outcome))
+    return _answered(spec, index, row.custom_id, 200, _completion_body(spec, row, index, outcome))
 
 
 def error_line(spec: JobSpec, index: int, line: Line, row: Row | None, error: RowError) -> bytes:
@@ -124,19 +138,41 @@ def _head(spec: JobSpec, index: int, custom_id: str | None) -> dict[str, str | N
     return {"id": f"batch_req_{_digest(spec, index)}", "custom_id": custom_id}
 
 
-def _record_answer(sampling: Sampling, completion: Completion) -> dict[str, Any]:
+def _record_answer(spec: JobSpec, outcome: Completion | Embeddings) -> dict[str, Any]:
     """The answer in a record's columns: lists where the job asks for several, so that a column has one type."""
-    texts = [choice.text for choice in completion.choices]
-    reasons = [choice.finish_reason for choice in completion.choices]
-    logprobs = [choice.logprobs and _chat_logprobs(choice.logprobs)["content"] for choice in completion.choices]
+    if isinstance(outcome, Embeddings):
+        return {"embedding": _written(outcome.vectors[0], spec.pooling)}
+    sampling, choices = spec.sampling, outcome.choices
     several = sampling.n is not None and sampling.n > 1
+    texts = [choice.text for choice in choices]
+    reasons = [choice.finish_reason for choice in choices]
     columns: dict[str, Any] = {
         "response": texts if several else texts[0],
         "finish_reason": reasons if several else reasons[0],
     }
     if sampling.logprobs is not None:
+        logprobs = [choice.logprobs and _chat_logprobs(choice.logprobs)["content"] for choice in choices]
         columns["logprobs"] = logprobs if several else logprobs[0]
     return columns
+
+
+def _embeddings_body(spec: JobSpec, row: Row, outcome: Embeddings) -> dict[str, Any]:
+    if not isinstance(row.params, Pooling):
+        raise TypeError("an embedding for a row that asks for none")
+    data = [
+        {"object": "embedding", "index": place, "embedding": _written(vector, row.params)}
+        for place, vector in enumerate(outcome.vectors)
+    ]
+    tokens = outcome.usage.prompt_tokens
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": spec.model, "usage": usage}
+
+
+def _written(vector: bytes, pooling: Pooling) -> str | list[float]:
+    """A vector as the row wants it: as numbers with the nine digits that tell float32 numbers apart, or in base64."""
+    if pooling.encoding_format == "base64":
+        return b64encode(vector).decode()
+    return [float(f"{number:.9g}") for (number,) in iter_unpack("<f", vector)]
 
 
 def _completion_body(spec: JobSpec, row: Row, index: int, completion: Completion) -> dict[str, Any]:
@@ -148,7 +184,10 @@ def _completion_body(spec: JobSpec, row: Row, index: int, completion: Completion
         "created": spec.created_at,
         "model": spec.model,
         "choices": [{"index": place, **choice_of(choice)} for place, choice in enumerate(completion.choices)],
-        "usage": _usage(completion) | {"prompt_tokens_details": {"cached_tokens": completion.cached_tokens}},
+        "usage": {
+            **_usage(completion.usage),
+            "prompt_tokens_details": {"cached_tokens": completion.usage.cached_tokens},
+        },
     }
     if completion.prompt_logprobs is not None:
         body["prompt_logprobs"] = [token and _alternatives(token) for token in completion.prompt_logprobs]
@@ -199,16 +238,16 @@ def _alternatives(token: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def _usage(completion: Completion) -> dict[str, Any]:
+def _usage(usage: Usage) -> dict[str, int]:
     return {
-        "prompt_tokens": completion.prompt_tokens,
-        "completion_tokens": completion.completion_tokens,
-        "total_tokens": completion.prompt_tokens + completion.completion_tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 
 def _failed_record(spec: JobSpec, line: Line, error: RowError) -> bytes:
-    columns = dict.fromkeys(result_columns(spec.sampling)) | {"error": _error(error)}
+    columns = dict.fromkeys(result_columns(spec)) | {"error": _error(error)}
     # A line that is no record has nothing to pass on, and one that has a column of these names already cannot.
     if line.data is None or error.code == "column_collision" or not is_object(line.data):
         return dumps(columns) + b"\n"

@@ -8,12 +8,14 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from jobs.pooling import Pooling
 from jobs.sampling import Sampling, StructuredOutput
 
 Message = dict[str, str]
 """`role` and `content`; the role is system, user or assistant."""
 Prompt = str | list[int] | tuple[Message, ...]
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "embedding"]
+MAX_INPUTS = 2048
 
 _ROLES = frozenset({"system", "user", "assistant"})
 _TOOL_ROLES = frozenset({"tool", "function"})
@@ -153,6 +155,26 @@ def _check_token_ids(value: list[Any], param: str) -> None:
             raise RowRefused(
                 "invalid_value", f"Invalid '{param}[{index}]': {token} is not a token id.", f"{param}[{index}]"
             )
+
+
+def read_inputs(value: Any, param: str) -> tuple[Prompt, ...]:
+    """The texts to embed: one text or list of token ids, or an array of them. Raises RowRefused."""
+    several = type(value) is list and bool(value) and type(value[0]) in (str, list)
+    if not several:
+        return (read_prompt(value, param),)
+    if len(value) > MAX_INPUTS:
+        raise RowRefused("invalid_value", f"Invalid '{param}': {len(value)} inputs, more than {MAX_INPUTS}.", param)
+    return tuple(read_prompt(item, f"{param}[{index}]") for index, item in enumerate(value))
+
+
+def read_pooling(fields: Mapping[str, Any], params: Mapping[str, str], defaults: Pooling) -> Pooling:
+    """The parameters of an embedding among a row's `fields`, as `read_sampling` reads those of sampling."""
+    values = {name: value for name, value in fields.items() if name in params and value is not None}
+    try:
+        return Pooling.model_validate(values).over(defaults) if values else defaults
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _invalid(first, params[str(first["loc"][0])]) from None
 
 
 def read_sampling(fields: Mapping[str, Any], params: Mapping[str, str], defaults: Sampling) -> Sampling:

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line
 from jobs.openai_rows import MAX_CUSTOM_ID, Request, read_request
+from jobs.pooling import Pooling
 from jobs.row_fields import (
     Kind,
     Prompt,
@@ -39,7 +40,8 @@ class Row:
 
     `line` and `offset` are its place in the input. `source` is the line as it was read and `record` the object in it.
     `kind` says whether the prompt is put through the model's chat template: messages are; a plain prompt of a record
-    is, as one user message; a prompt of a completions request and token ids are not. A record's `custom_id` column
+    is, as one user message; a prompt of a completions request, token ids and what is embedded are not. There is one
+    prompt, but for an embedding, which may have several. A record's `custom_id` column
     counts where it is a string of at most 512 characters. `lora` names the adapter that is to answer, if any.
     """
 
@@ -47,8 +49,8 @@ class Row:
     offset: int
     custom_id: str | None
     kind: Kind
-    prompt: Prompt
-    sampling: Sampling
+    prompts: tuple[Prompt, ...]
+    params: Sampling | Pooling
     lora: str | None
     record: dict[str, Any]
     source: bytes
@@ -69,7 +71,7 @@ def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
         custom_id = _custom_id(record)
         request = _read(record, spec)
         if has_surrogates:
-            refuse_lone_surrogates(custom_id, request.prompt, request.sampling.model_dump())
+            refuse_lone_surrogates(custom_id, request.prompts, request.params.model_dump())
     except RowRefused as refused:
         return RowError(
             code=refused.code,
@@ -87,9 +89,11 @@ def _sayable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def result_columns(sampling: Sampling) -> tuple[str, ...]:
+def result_columns(spec: JobSpec) -> tuple[str, ...]:
     """The columns that a job's records get in the output; a record that has one of them already is refused."""
-    logprobs = () if sampling.logprobs is None else ("logprobs",)
+    if isinstance(spec.rows, RecordRows) and spec.rows.embed:
+        return ("embedding", "usage", "error")
+    logprobs = () if spec.sampling.logprobs is None else ("logprobs",)
     return ("response", "finish_reason", *logprobs, "usage", "error")
 
 
@@ -111,23 +115,25 @@ def _read(record: dict[str, Any], spec: JobSpec) -> Request:
 
 
 def _read_record(record: dict[str, Any], shape: RecordRows, spec: JobSpec) -> Request:
-    for name in result_columns(spec.sampling):
+    for name in result_columns(spec):
         if name in record:
             raise RowRefused(
                 "column_collision", f"The column '{name}' is written by pagemill: rename it in the input.", name
             )
+    column = shape.prompt_column or ""
+    if shape.embed:
+        return Request("embedding", (read_prompt(_column(record, column), column),), spec.pooling, spec.lora)
     sampling = read_sampling(record, _SAMPLING_COLUMNS, spec.sampling)
     if shape.messages_column is not None:
-        messages = _column(record, shape.messages_column)
-        return Request("chat", read_messages(messages, shape.messages_column), sampling, spec.lora)
-    column = shape.prompt_column or ""
+        messages = read_messages(_column(record, shape.messages_column), shape.messages_column)
+        return Request("chat", (messages,), sampling, spec.lora)
     prompt = read_prompt(_column(record, column), column)
     system = () if shape.system is None else ({"role": "system", "content": shape.system},)
     if isinstance(prompt, str):
-        return Request("chat", (*system, {"role": "user", "content": prompt}), sampling, spec.lora)
+        return Request("chat", ((*system, {"role": "user", "content": prompt}),), sampling, spec.lora)
     if system:
         raise RowRefused("invalid_value", "A prompt of token ids does not go with the job's system message.", column)
-    return Request("completion", prompt, sampling, spec.lora)
+    return Request("completion", (prompt,), sampling, spec.lora)
 
 
 def _column(record: dict[str, Any], name: str) -> Any:

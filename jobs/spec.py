@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from jobs.layout import JobLayout
+from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 OnBadRow = Literal["fail", "skip"]
 JobId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 
@@ -40,7 +40,10 @@ class OpenAIRows(BaseModel):
 
 
 class RecordRows(BaseModel):
-    """Each line is a JSON object; one column holds the prompt, or the chat messages. The others pass through."""
+    """Each line is a JSON object; one column holds the prompt, or the chat messages. The others pass through.
+
+    With `embed` the prompt is not answered: its vector is wanted.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -48,6 +51,7 @@ class RecordRows(BaseModel):
     prompt_column: str | None = None
     messages_column: str | None = None
     system: str | None = None
+    embed: bool = False
 
     @model_validator(mode="after")
     def _one_column(self) -> "RecordRows":
@@ -55,6 +59,8 @@ class RecordRows(BaseModel):
             raise ValueError("exactly one of prompt_column and messages_column is needed")
         if self.system is not None and self.prompt_column is None:
             raise ValueError("system goes with prompt_column; a messages column carries its own system message")
+        if self.embed and (self.prompt_column is None or self.system is not None):
+            raise ValueError("embed goes with prompt_column, and with no system message")
         return self
 
 
@@ -77,6 +83,7 @@ class JobSpec(BaseModel):
     error_url: str
     rows: RowShape
     sampling: Sampling = Sampling()
+    pooling: Pooling = Pooling()
     lora: str | None = None
     on_bad_row: OnBadRow
     max_line_bytes: int = Field(default=MAX_LINE_BYTES, ge=1024)

@@ -13,6 +13,7 @@ from jobs.broker import PLAN, Tokens
 from jobs.errors import ObjectNotFound, UsageError
 from jobs.layout import JobLayout, absolute_url, errors_beside
 from jobs.ledger import Ledger
+from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 from jobs.settings import Settings
 from jobs.spec import InputRef, JobSpec, OnBadRow, OpenAIRows, RecordRows, new_job_id
@@ -29,7 +30,8 @@ def prepare(
     stores: Stores,
     settings: Settings,
     rows: OpenAIRows | RecordRows,
-    sampling: Sampling,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    pooling: Pooling = Pooling(),  # noqa: B008
     output: str | None = None,
     on_bad_row: OnBadRow | None = None,
     model_aliases: tuple[str, ...] = (),
@@ -58,6 +60,7 @@ def prepare(
             error_url=errors_beside(output_url),
             rows=rows,
             sampling=sampling,
+            pooling=pooling,
             lora=lora,
             # OpenAI's batches are all or nothing at validation; a scraped dataset always has a bad line somewhere.
             on_bad_row=on_bad_row or ("fail" if isinstance(rows, OpenAIRows) else "skip"),

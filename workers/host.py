@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from engine.config import EngineConfig
 from engine.errors import EngineDied, EngineError, RequestError
 from engine.info import EngineInfo, EngineStats
-from engine.outputs import RequestOutput
+from engine.outputs import EngineOutput
 from engine.process import EngineProcess
 from workers.render import EngineRequest
 
@@ -36,9 +36,9 @@ class Call:
     """One request, for as long as it takes to be answered, over as many engine processes as that needs."""
 
     request: EngineRequest
-    answer: "Future[RequestOutput]" = field(default_factory=Future)
+    answer: "Future[EngineOutput]" = field(default_factory=Future)
     deaths: int = 0
-    inner: "Future[RequestOutput] | None" = None
+    inner: "Future[EngineOutput] | None" = None
     aborted: bool = False
 
 
@@ -142,7 +142,7 @@ class EngineHost:
         call.inner = self._engine.submit(call.request.prompt, call.request.params, lora=call.request.lora)
         call.inner.add_done_callback(lambda future: self._answered(call, future))
 
-    def _answered(self, call: Call, future: "Future[RequestOutput]") -> None:
+    def _answered(self, call: Call, future: "Future[EngineOutput]") -> None:
         if future.exception() is not None:
             return  # the engine died; the keeper deals with all that was in flight at once
         with self._lock:

@@ -1,17 +1,22 @@
-"""Between a row and the engine: what to ask for it, and what the engine's answer means for the row."""
+"""Between a row and the engine: what to ask for it, and what the engine's answers mean for the row."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from engine.outputs import CompletionOutput, RequestOutput
+from engine.outputs import CompletionOutput, EngineOutput, PoolingOutput, RequestOutput
 from engine.outputs import TokenLogprob as EngineLogprob
+from engine.pooling_params import PoolingParams
 from engine.prompts import Prompt
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from jobs.errors import RowError
-from jobs.results import Choice, Completion, TokenLogprob
+from jobs.pooling import Pooling
+from jobs.records import Usage
+from jobs.results import Choice, Completion, Embeddings, Outcome, TokenLogprob
 from jobs.rows import Row
+from jobs.sampling import Sampling
 from jobs.sampling import StructuredOutput as WantedOutput
 
 # OpenAI's default for completions; a chat answer without a limit may fill the model's context.
@@ -21,26 +26,44 @@ _COMPLETION_MAX_TOKENS = 16
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     prompt: Prompt
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     lora: str | None = None
 
 
-def request_for(job_id: str, index: int, row: Row) -> EngineRequest:
-    """What to ask the engine for row `index` of a job. Raises the engine's RequestError for a parameter out of range.
+def requests_for(job_id: str, index: int, row: Row) -> list[EngineRequest]:
+    """What to ask the engine for row `index` of a job: one request for each of its prompts.
 
-    A row without a seed gets one from the job and its place, so that a shard that is run again gives the same text.
+    Raises the engine's RequestError for a parameter out of range.
     """
-    given: dict[str, Any] = {name: value for name, value in row.sampling if value is not None}
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
+    if isinstance(row.params, Pooling):
+        params: SamplingParams | PoolingParams = _pooling_params(row.params)
+    else:
+        params = _sampling_params(job_id, index, row, row.params)
+    return [EngineRequest(cast(Prompt, prompt), params, row.lora) for prompt in row.prompts]
+
+
+def _pooling_params(pooling: Pooling) -> PoolingParams:
+    return PoolingParams(
+        pooling=pooling.pooling,
+        normalize=pooling.normalize,
+        dimensions=pooling.dimensions,
+        truncate_prompt_tokens=pooling.truncate_prompt_tokens,
+    )
+
+
+def _sampling_params(job_id: str, index: int, row: Row, sampling: Sampling) -> SamplingParams:
+    """A row without a seed gets one from the job and its place, so that a shard run again gives the same text."""
+    given: dict[str, Any] = {name: value for name, value in sampling if value is not None}
     if "max_tokens" not in given:
         given["max_tokens"] = _COMPLETION_MAX_TOKENS if row.kind == "completion" else None
     if "seed" not in given:
         digest = hashlib.blake2b(f"{job_id}:{index}:0".encode(), digest_size=8).digest()
         given["seed"] = int.from_bytes(digest, "big", signed=True)
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
     if "structured_output" in given:
         given["structured_output"] = _structured_output(given["structured_output"])
-    return EngineRequest(cast(Prompt, row.prompt), SamplingParams(**given), row.lora)
+    return SamplingParams(**given)
 
 
 def _structured_output(wanted: WantedOutput) -> StructuredOutput:
@@ -50,17 +73,31 @@ def _structured_output(wanted: WantedOutput) -> StructuredOutput:
     return StructuredOutput(**fields)
 
 
-def outcome_of(row: Row, output: RequestOutput) -> Completion | RowError:
-    """The engine's answer as the row's result, or as its error."""
-    if output.error is not None:
-        return row_error(row, output.error.code, str(output.error), output.error.field)
-    of_prompt = output.prompt_logprobs
-    return Completion(
-        choices=tuple(map(_choice, output.outputs)),
+def outcome_of(row: Row, outputs: Sequence[EngineOutput]) -> Outcome:
+    """The engine's answers to a row's requests as the row's result, or as its error: that of the first that failed."""
+    for place, output in enumerate(outputs):
+        if output.error is not None:
+            where = f"Input {place}: " if len(outputs) > 1 else ""
+            return row_error(row, output.error.code, f"{where}{output.error}", output.error.field)
+    usage = sum(map(_usage, outputs), Usage())
+    first = outputs[0]
+    if isinstance(first, RequestOutput):
+        of_prompt = first.prompt_logprobs
+        return Completion(
+            choices=tuple(map(_choice, first.outputs)),
+            usage=usage,
+            prompt_logprobs=None if of_prompt is None else tuple(_logprob(t) if t else None for t in of_prompt),
+        )
+    vectors = cast(Sequence[PoolingOutput], outputs)
+    return Embeddings(tuple(output.data.astype("<f4").tobytes() for output in vectors), usage)
+
+
+def _usage(output: EngineOutput) -> Usage:
+    answers = output.outputs if isinstance(output, RequestOutput) else ()
+    return Usage(
         prompt_tokens=len(output.prompt_token_ids),
-        completion_tokens=sum(len(answer.token_ids) for answer in output.outputs),
+        completion_tokens=sum(len(answer.token_ids) for answer in answers),
         cached_tokens=output.num_cached_tokens,
-        prompt_logprobs=None if of_prompt is None else tuple(_logprob(token) if token else None for token in of_prompt),
     )
 
 

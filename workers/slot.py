@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,18 +19,17 @@ from uuid import uuid4
 from redis.exceptions import RedisError
 
 from engine.errors import EngineDied, RequestError
-from engine.outputs import RequestOutput
 from jobs.broker import Tokens
 from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable, StorageError
 from jobs.ledger import Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord
-from jobs.results import Completion, lines_for
+from jobs.results import Outcome, lines_for
 from jobs.rows import Row
 from jobs.storage import Stores
 from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
-from workers.render import outcome_of, request_for, row_error
+from workers.render import outcome_of, requests_for, row_error
 from workers.spool import Spool
 
 log = logging.getLogger(__name__)
@@ -120,6 +118,16 @@ def work(model: str, context: SlotContext) -> None:
         Attempt(lease, context).run()
 
 
+@dataclass(slots=True)
+class AskedRow:
+    """A row in the engine: a call for each of its prompts, of which `open` are not answered yet."""
+
+    planned: PlannedRow
+    row: Row
+    calls: list[Call]
+    open: int
+
+
 class Attempt:
     """One attempt at one shard.
 
@@ -132,8 +140,8 @@ class Attempt:
         self._context = context
         self._events: SimpleQueue[int | Signal] = SimpleQueue()
         self._ended: str | None = None
-        self._calls: dict[int, tuple[PlannedRow, Call]] = {}
-        self._settled: dict[int, tuple[PlannedRow, Completion | RowError]] = {}
+        self._asked: dict[int, AskedRow] = {}
+        self._settled: dict[int, tuple[PlannedRow, Outcome]] = {}
         self._next_row = lease.shard.first_row
         self._rows_read = 0
         self._rows = self._rows_from(0)
@@ -150,7 +158,7 @@ class Attempt:
         finally:
             context.heartbeat.drop(lease)
             context.stopping.forget(self._stop)
-            context.host.abort([call for _, call in self._calls.values()])
+            context.host.abort([call for asked in self._asked.values() for call in asked.calls])
 
     def _answer_and_commit(self) -> None:
         try:
@@ -166,15 +174,15 @@ class Attempt:
 
     def _answer_rows(self, spool: Spool) -> None:
         exhausted = False
-        while not exhausted or self._calls:
-            while not exhausted and len(self._calls) + len(self._settled) < self._context.window:
+        while not exhausted or self._asked:
+            while not exhausted and len(self._asked) + len(self._settled) < self._context.window:
                 self._raise_if_ended()
                 if (planned := self._persistently(self._read_row)) is None:
                     exhausted = True
                 else:
                     self._ask(planned)
             self._spool_settled(spool)
-            if self._calls:
+            if self._asked:
                 self._await_one()
         self._spool_settled(spool)
         if spool.rows != self._lease.shard.rows:
@@ -200,30 +208,31 @@ class Attempt:
             self._settled[planned.index] = (planned, planned.row)
             return
         try:
-            request = request_for(self._lease.job_id, planned.index, planned.row)
+            requests = requests_for(self._lease.job_id, planned.index, planned.row)
         except RequestError as error:
             self._settled[planned.index] = (planned, row_error(planned.row, error.code, str(error), error.field))
             return
-        call = self._context.host.submit(request)
-        self._calls[planned.index] = (planned, call)
-        call.answer.add_done_callback(lambda _: self._events.put(planned.index))
+        calls = [self._context.host.submit(request) for request in requests]
+        self._asked[planned.index] = AskedRow(planned, planned.row, calls, len(calls))
+        for call in calls:
+            call.answer.add_done_callback(lambda _: self._events.put(planned.index))
 
     def _await_one(self) -> None:
         event = self._events.get()
         if event == "ended":
             self._raise_if_ended()
             return
-        planned, call = self._calls.pop(event)
-        self._settled[event] = (planned, self._outcome(planned, call.answer))
+        asked = self._asked[event]
+        asked.open -= 1
+        if not asked.open:
+            del self._asked[event]
+            self._settled[event] = (asked.planned, self._outcome(asked))
 
-    def _outcome(self, planned: PlannedRow, answer: "Future[RequestOutput]") -> Completion | RowError:
-        row = planned.row
-        if not isinstance(row, Row):
-            raise TypeError("a refused row was asked of the engine")
+    def _outcome(self, asked: AskedRow) -> Outcome:
         try:
-            return outcome_of(row, answer.result())
+            return outcome_of(asked.row, [call.answer.result() for call in asked.calls])
         except RequestError as error:
-            return row_error(row, error.code, str(error), error.field)
+            return row_error(asked.row, error.code, str(error), error.field)
         except EngineDied:
             raise ShardAbandoned("stopping") from None
 

@@ -9,7 +9,7 @@ from typing import Self
 from jobs.errors import RowError
 from jobs.ledger import Lease
 from jobs.records import Part, SegmentRecord, Usage
-from jobs.results import Completion, ResultLines
+from jobs.results import Outcome, ResultLines
 from jobs.spec import JobSpec
 from jobs.storage import Stores
 
@@ -56,18 +56,14 @@ class Spool:
     def rows(self) -> int:
         return self.ok + self.failed
 
-    def add(self, lines: ResultLines, outcome: Completion | RowError) -> None:
+    def add(self, lines: ResultLines, outcome: Outcome) -> None:
         self._output.write(lines.output)
         self._errors.write(lines.error)
         if isinstance(outcome, RowError):
             self.failed += 1
             return
         self.ok += 1
-        self._usage += Usage(
-            prompt_tokens=outcome.prompt_tokens,
-            completion_tokens=outcome.completion_tokens,
-            cached_tokens=outcome.cached_tokens,
-        )
+        self._usage += outcome.usage
 
     def put(self, spec: JobSpec, lease: Lease, stores: Stores, engine: str) -> SegmentRecord:
         """Put the segment under the attempt's own keys, and return the record to commit. May be repeated."""

@@ -15,12 +15,14 @@ import typer
 from pydantic import ValidationError
 
 from jobs.errors import UsageError
+from jobs.pooling import Pooling
 from jobs.sampling import Sampling, StructuredOutput
 from jobs.spec import OnBadRow, OpenAIRows, RecordRows
 
 T = TypeVar("T")
 
 _ROWS, _SAMPLING, _ENGINE = "Rows", "Sampling defaults (a row's own fields win)", "Engine"
+_EMBEDDING = "Embedding defaults"
 _STRUCTURE = "What an answer has to be (one of these)"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -74,6 +76,10 @@ class JobOptions:
     system: Annotated[
         str | None, typer.Option(help="A system message before each --prompt-column prompt.", rich_help_panel=_ROWS)
     ] = None
+    embed: Annotated[
+        bool,
+        typer.Option("--embed", help="The vectors of --prompt-column instead of answers.", rich_help_panel=_ROWS),
+    ] = False
     on_bad_row: Annotated[
         OnBadRow | None,
         typer.Option(
@@ -123,6 +129,20 @@ class JobOptions:
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end token.", rich_help_panel=_SAMPLING)
     ] = False
+    pooling: Annotated[str | None, typer.Option(help="mean, cls or last.", rich_help_panel=_EMBEDDING)] = None
+    normalize: Annotated[
+        bool | None, typer.Option(help="Vectors of length 1, or as they come.", rich_help_panel=_EMBEDDING)
+    ] = None
+    dimensions: Annotated[
+        int | None, typer.Option(help="Keep so many leading dimensions.", rich_help_panel=_EMBEDDING)
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Cut longer texts to so many tokens; -1: the model's limit.", rich_help_panel=_EMBEDDING),
+    ] = None
+    encoding_format: Annotated[
+        str | None, typer.Option(help="float, or base64 of float32.", rich_help_panel=_EMBEDDING)
+    ] = None
     json_schema: Annotated[
         Path | None, typer.Option(help="Answers are JSON of the schema in this file.", rich_help_panel=_STRUCTURE)
     ] = None
@@ -141,12 +161,29 @@ class JobOptions:
     def rows(self) -> OpenAIRows | RecordRows:
         if self.system is not None and self.prompt_column is None:
             raise UsageError("--system goes with --prompt-column.", hint="Messages carry their own system message.")
+        if self.embed and self.prompt_column is None:
+            raise UsageError("--embed goes with --prompt-column.", hint="OpenAI lines say it by their url.")
         if self.prompt_column is None and self.messages_column is None:
             return OpenAIRows()
         if self.prompt_column is not None and self.messages_column is not None:
             raise UsageError("--prompt-column and --messages-column exclude each other.", hint="Give one of them.")
         return _validated(
-            RecordRows, prompt_column=self.prompt_column, messages_column=self.messages_column, system=self.system
+            RecordRows,
+            prompt_column=self.prompt_column,
+            messages_column=self.messages_column,
+            system=self.system,
+            embed=self.embed,
+        )
+
+    @property
+    def embedding(self) -> Pooling:
+        return _validated(
+            Pooling,
+            pooling=self.pooling,
+            normalize=self.normalize,
+            dimensions=self.dimensions,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            encoding_format=self.encoding_format,
         )
 
     @property

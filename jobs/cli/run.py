@@ -89,6 +89,7 @@ def _spec(source: str, output: str, model: str, job: JobOptions, config: Setting
         settings=config,
         rows=job.rows,
         sampling=job.sampling,
+        pooling=job.embedding,
         output=output,
         on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),

@@ -30,6 +30,7 @@ def submit(
         settings=client.settings,
         rows=job.rows,
         sampling=job.sampling,
+        pooling=job.embedding,
         output=output,
         on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),

@@ -12,15 +12,15 @@ from jobs.formats.jsonl import dumps
 from jobs.layout import errors_beside
 from jobs.ledger import Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
-from jobs.records import SegmentRecord
+from jobs.records import SegmentRecord, Usage
 from jobs.results import Choice, Completion, lines_for
 from jobs.rows import Row
 from jobs.settings import Settings
-from jobs.spec import InputRef, JobSpec
+from jobs.spec import InputRef, JobSpec, RecordRows
 from jobs.storage import Stores
 from jobs.submit import enter
 from tests.jobs.ledgers import TTL
-from tests.jobs.specs import record_spec
+from tests.jobs.specs import openai_spec
 from workers.spool import Spool
 
 
@@ -48,9 +48,10 @@ class Site:
         name = uuid4().hex[:8]
         info = self.stores.put(f"{self.settings.storage_url}/{name}.jsonl", data)
         output = f"{self.settings.storage_url}/{name}-out.jsonl"
-        return record_spec(
+        return openai_spec(
             **{
                 "id": f"job_{name}",
+                "rows": RecordRows(prompt_column="prompt"),
                 "input": InputRef(url=info.url, size=info.size, etag=info.etag),
                 "storage_url": self.settings.storage_url,
                 "output_url": output,
@@ -105,4 +106,4 @@ def prompts(count: int) -> list[dict[str, str]]:
 def answer(planned: PlannedRow) -> Completion | RowError:
     if isinstance(planned.row, RowError):
         return planned.row
-    return Completion((Choice(f"answer {planned.index}", "stop"),), prompt_tokens=3, completion_tokens=2)
+    return Completion((Choice(f"answer {planned.index}", "stop"),), Usage(prompt_tokens=3, completion_tokens=2))

@@ -24,7 +24,9 @@ def openai_spec(**fields: Any) -> JobSpec:
 
 
 def record_spec(**fields: Any) -> JobSpec:
-    shape = {name: fields.pop(name) for name in ("prompt_column", "messages_column", "system") if name in fields}
+    shape = {
+        name: fields.pop(name) for name in ("prompt_column", "messages_column", "system", "embed") if name in fields
+    }
     return openai_spec(rows=RecordRows(**shape or {"prompt_column": "prompt"}), **fields)
 
 

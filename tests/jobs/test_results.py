@@ -1,6 +1,8 @@
 """What the two files say about a row, in both shapes."""
 
 import json
+from base64 import b64decode
+from struct import pack
 from typing import Any
 
 import pytest
@@ -9,17 +11,18 @@ from hypothesis import strategies as st
 
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
-from jobs.results import Choice, Completion, ResultLines, TokenLogprob, lines_for
+from jobs.records import Usage
+from jobs.results import Choice, Completion, Embeddings, Outcome, ResultLines, TokenLogprob, lines_for
 from jobs.rows import parse_row, result_columns
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec
 from tests.jobs.specs import openai_spec, record_spec, request
 
-DONE = Completion((Choice("Hello!", "stop"),), prompt_tokens=7, completion_tokens=3, cached_tokens=4)
+DONE = Completion((Choice("Hello!", "stop"),), Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4))
 TOO_LONG = RowError(code="context_length_exceeded", message="Too long.", param="messages", line=3, byte=40)
 
 
-def outcome_of(data: bytes, spec: JobSpec, outcome: Completion | RowError | None = None, index: int = 2) -> ResultLines:
+def outcome_of(data: bytes, spec: JobSpec, outcome: Outcome | None = None, index: int = 2) -> ResultLines:
     line = Line(3, 40, 40 + len(data) + 1, data)
     row = parse_row(line, spec)
     if isinstance(row, RowError):
@@ -204,14 +207,20 @@ def test_the_same_answer_gives_the_same_bytes_and_another_row_other_ids() -> Non
     assert only(first.output)["id"] != only(elsewhere.output)["id"]
 
 
-OWN = {*result_columns(Sampling(logprobs=0)), "prompt", "custom_id", *Sampling.model_fields}
+OWN = {*result_columns(record_spec(sampling=Sampling(logprobs=0))), "prompt", "custom_id", *Sampling.model_fields}
 names = st.text().filter(lambda name: name not in OWN)
 
 
 @given(st.text(), st.dictionaries(names, st.none() | st.text() | st.integers()))
 def test_any_text_and_any_columns_come_out_as_they_went_in(text: str, columns: dict[str, Any]) -> None:
     record = {**columns, "prompt": "x"}
-    found = only(outcome_of(dumps(record), record_spec(), Completion((Choice(text, "length"),), 1, 1)).output)
+    found = only(
+        outcome_of(
+            dumps(record),
+            record_spec(),
+            Completion((Choice(text, "length"),), Usage(prompt_tokens=1, completion_tokens=1)),
+        ).output
+    )
     assert found["response"] == text
     assert {name: found[name] for name in record} == record
 
@@ -220,8 +229,7 @@ ALTERNATIVES = (TokenLogprob(5, "Hé", "Hé".encode(), -0.25, 1), TokenLogprob(6
 TOKENS = (ALTERNATIVES[0]._replace(top=ALTERNATIVES), TokenLogprob(7, "!", b"!", -1.5, 4, top=ALTERNATIVES[:1]))
 TWO = Completion(
     (Choice("Hé!", "stop", TOKENS), Choice("Ho", "length", TOKENS[:1])),
-    prompt_tokens=2,
-    completion_tokens=3,
+    Usage(prompt_tokens=2, completion_tokens=3),
     prompt_logprobs=(None, TOKENS[0]),
 )
 
@@ -264,7 +272,7 @@ def test_logprobs_of_a_completions_row_are_parallel_lists() -> None:
 
 def test_a_record_s_columns_have_one_type_in_all_rows_of_a_job() -> None:
     one, several = record_spec(sampling=Sampling(logprobs=1)), record_spec(sampling=Sampling(n=2))
-    single = Completion(TWO.choices[:1], 2, 2)
+    single = Completion(TWO.choices[:1], Usage(prompt_tokens=2, completion_tokens=2))
     found = only(outcome_of(dumps({"prompt": "a"}), one, single).output)
     assert (found["response"], found["finish_reason"]) == ("Hé!", "stop")
     assert [token["token"] for token in found["logprobs"]] == ["Hé", "!"]
@@ -280,3 +288,32 @@ def test_a_record_that_has_a_column_of_logprobs_is_refused_only_where_the_job_wr
     assert only(outcome_of(data, record_spec(), DONE).output)["logprobs"] == "mine"
     refused = outcome_of(data, record_spec(sampling=Sampling(logprobs=0)))
     assert only(refused.error)["error"]["code"] == "column_collision"
+
+
+VECTORS = Embeddings((pack("<2f", 0.1, -2.0), pack("<2f", 1e-20, 3.0)), Usage(prompt_tokens=7, cached_tokens=2))
+
+
+def test_vectors_are_openai_s_list_object_whose_numbers_are_the_float32_ones() -> None:
+    record = request({"messages": ..., "input": ["a", "b"]}, url="/v1/embeddings")
+    body = only(outcome_of(dumps(record), openai_spec(), VECTORS).output)["response"]["body"]
+    assert (body["object"], body["model"]) == ("list", "tiny")
+    assert body["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    assert [(item["object"], item["index"]) for item in body["data"]] == [("embedding", 0), ("embedding", 1)]
+    assert [pack("<2f", *item["embedding"]) for item in body["data"]] == list(VECTORS.vectors)
+    assert body["data"][0]["embedding"] == [0.100000001, -2.0]
+
+
+def test_vectors_in_base64_are_their_bytes() -> None:
+    record = request({"messages": ..., "input": ["a", "b"], "encoding_format": "base64"}, url="/v1/embeddings")
+    body = only(outcome_of(dumps(record), openai_spec(), VECTORS).output)["response"]["body"]
+    assert [b64decode(item["embedding"]) for item in body["data"]] == list(VECTORS.vectors)
+
+
+def test_an_embedded_record_gets_a_column_of_its_vector() -> None:
+    spec = record_spec(prompt_column="prompt", embed=True)
+    one = Embeddings(VECTORS.vectors[:1], Usage(prompt_tokens=3))
+    found = only(outcome_of(b'{"prompt":"a"}', spec, one).output)
+    assert list(found) == ["prompt", "embedding", "usage", "error"]
+    assert found["embedding"] == [0.100000001, -2.0]
+    failed = only(outcome_of(b'{"prompt":"a"}', spec, TOO_LONG).output)
+    assert (failed["embedding"], failed["error"]["code"]) == (None, "context_length_exceeded")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
+from jobs.pooling import Pooling
 from jobs.rows import MAX_DEPTH, Row, parse_row
 from jobs.sampling import Sampling, StructuredOutput
 from tests.jobs.specs import openai_spec, read, record_spec, request
@@ -39,26 +40,26 @@ def refusal(record: Any, spec: Any = OPENAI) -> tuple[str, str | None]:
 def test_a_chat_request_is_a_row() -> None:
     found = row(request(body={"max_tokens": 5, "temperature": 0}))
     assert (found.line, found.offset, found.custom_id, found.kind) == (3, 40, "r1", "chat")
-    assert found.prompt == ({"role": "user", "content": "Hi"},)
-    assert found.sampling == Sampling(max_tokens=5, temperature=0)
+    assert found.prompts[0] == ({"role": "user", "content": "Hi"},)
+    assert found.params == Sampling(max_tokens=5, temperature=0)
     assert found.record["method"] == "POST"
 
 
 @pytest.mark.parametrize("prompt", ["Once", [1, 2, 3]])
 def test_a_completions_request_is_a_row(prompt: Any) -> None:
     found = row(request(url="/v1/completions", body={"messages": ..., "prompt": prompt}))
-    assert (found.kind, found.prompt) == ("completion", prompt)
+    assert (found.kind, found.prompts[0]) == ("completion", prompt)
 
 
 def test_the_rows_own_parameters_win_over_the_jobs() -> None:
     spec = openai_spec(sampling=Sampling(max_tokens=9, top_p=0.5))
-    assert row(request(body={"max_tokens": 3, "top_p": None}), spec).sampling == Sampling(max_tokens=3, top_p=0.5)
-    assert row(request(), spec).sampling == spec.sampling
+    assert row(request(body={"max_tokens": 3, "top_p": None}), spec).params == Sampling(max_tokens=3, top_p=0.5)
+    assert row(request(), spec).params == spec.sampling
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:
-    assert row(request(body={"max_completion_tokens": 7})).sampling.max_tokens == 7
-    assert row(request(body={"max_completion_tokens": 7, "max_tokens": 7})).sampling.max_tokens == 7
+    assert row(request(body={"max_completion_tokens": 7})).params.max_tokens == 7
+    assert row(request(body={"max_completion_tokens": 7, "max_tokens": 7})).params.max_tokens == 7
     assert refusal(request(body={"max_completion_tokens": 7, "max_tokens": 8})) == (
         "invalid_value",
         "body.max_completion_tokens",
@@ -69,7 +70,7 @@ def test_max_completion_tokens_is_max_tokens() -> None:
 @pytest.mark.parametrize("stop", ["x", ["x", "y"], []])
 def test_stop_is_a_string_or_several(stop: Any) -> None:
     expected = stop if isinstance(stop, str) else tuple(stop)
-    assert row(request(body={"stop": stop})).sampling.stop == expected
+    assert row(request(body={"stop": stop})).params.stop == expected
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_each_field_of_a_line_is_needed(field: str, value: Any) -> None:
         ({"custom_id": "x" * 513}, "invalid_value", "custom_id"),
         ({"method": "GET"}, "invalid_value", "method"),
         ({"method": 1}, "invalid_value", "method"),
-        ({"url": "/v1/embeddings"}, "invalid_url", "url"),
+        ({"url": "/v1/images"}, "invalid_url", "url"),
         ({"url": ["/v1/completions"]}, "invalid_url", "url"),
         ({"body": []}, "invalid_type", "body"),
         ({"priority": 1}, "unknown_parameter", "priority"),
@@ -134,7 +135,7 @@ def test_a_line_that_is_no_request_says_why(changes: dict[str, Any], code: str, 
 
 
 def test_an_unserved_url_lists_those_that_are() -> None:
-    message = error(request(url="/v1/embeddings")).message
+    message = error(request(url="/v1/images")).message
     assert "/v1/chat/completions" in message
     assert "/v1/completions" in message
 
@@ -156,7 +157,7 @@ def test_the_model_may_be_left_out_or_be_an_alias() -> None:
     ],
 )
 def test_parameters_that_ask_for_nothing_pass(body: dict[str, Any]) -> None:
-    assert row(request(body=body)).sampling == Sampling()
+    assert row(request(body=body)).params == Sampling()
 
 
 @pytest.mark.parametrize(
@@ -187,16 +188,60 @@ def test_a_parameter_that_is_not_served_is_refused_by_name(name: str, value: Any
     ],
 )
 def test_a_row_s_sampling_is_read(body: dict[str, Any], sampling: dict[str, Any]) -> None:
-    found = row(request(body=body)).sampling
+    found = row(request(body=body)).params
     assert found == Sampling(**sampling)
     assert Sampling.model_validate_json(found.model_dump_json()) == found
+
+
+def embedding(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return request({"messages": ..., **body}, url="/v1/embeddings", **fields)
+
+
+@pytest.mark.parametrize(
+    ("value", "prompts"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+    ],
+)
+def test_an_embeddings_row_has_one_input_or_several(value: Any, prompts: tuple[Any, ...]) -> None:
+    found = row(embedding({"input": value, "dimensions": 4, "encoding_format": "base64"}))
+    assert (found.kind, found.prompts) == ("embedding", prompts)
+    assert found.params == Pooling(dimensions=4, encoding_format="base64")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({}, "invalid_request", "input"),
+        ({"input": ""}, "invalid_value", "input"),
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": ["a", ""]}, "invalid_value", "input[1]"),
+        ({"input": ["a", 1]}, "invalid_type", "input[1]"),
+        ({"input": ["a"] * 2049}, "invalid_value", "input"),
+        ({"input": "a", "dimensions": 0}, "invalid_value", "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "invalid_value", "encoding_format"),
+        ({"input": "a", "temperature": 1}, "unknown_parameter", "temperature"),
+    ],
+)
+def test_an_embeddings_row_that_is_wrong_is_refused_by_name(body: dict[str, Any], code: str, param: str) -> None:
+    assert refusal(embedding(body)) == (code, f"body.{param}")
+
+
+def test_a_record_is_embedded_where_the_job_says_so() -> None:
+    spec = record_spec(prompt_column="q", embed=True, pooling=Pooling(truncate_prompt_tokens=-1))
+    found = row({"q": "Hi", "response": "mine", "temperature": "hot"}, spec)
+    assert (found.kind, found.prompts, found.params) == ("embedding", ("Hi",), spec.pooling)
+    assert refusal({"q": "Hi", "embedding": 1}, spec) == ("column_collision", "embedding")
 
 
 def test_a_completion_row_says_how_many_alternatives_in_logprobs_itself() -> None:
     def completion(logprobs: Any) -> dict[str, Any]:
         return request({"prompt": "a", "messages": ..., "logprobs": logprobs}, url="/v1/completions")
 
-    assert row(completion(3)).sampling == Sampling(logprobs=3)
+    assert row(completion(3)).params == Sampling(logprobs=3)
     assert refusal(completion(True)) == ("invalid_type", "body.logprobs")
 
 
@@ -224,7 +269,7 @@ SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}, "req
     ],
 )
 def test_what_an_answer_has_to_be_is_read_in_both_spellings(body: dict[str, Any], structure: dict[str, Any]) -> None:
-    found = row(request(body=body)).sampling
+    found = row(request(body=body)).params
     assert found == Sampling(structured_output=StructuredOutput(**structure))
     assert Sampling.model_validate_json(found.model_dump_json()) == found
 
@@ -286,7 +331,7 @@ def test_text_parts_are_joined_and_developers_are_the_system() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
     ]
-    assert row(request(body={"messages": messages})).prompt == (
+    assert row(request(body={"messages": messages})).prompts[0] == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c"},
@@ -379,13 +424,13 @@ def test_the_custom_id_of_a_refused_row_is_known_where_it_can_be() -> None:
 
 def test_a_record_with_a_prompt_is_one_user_message() -> None:
     found = row({"custom_id": "a", "prompt": "Hi", "more": [1]}, RECORDS)
-    assert (found.kind, found.custom_id, found.prompt) == ("chat", "a", ({"role": "user", "content": "Hi"},))
+    assert (found.kind, found.custom_id, found.prompts[0]) == ("chat", "a", ({"role": "user", "content": "Hi"},))
     assert found.record["more"] == [1]
 
 
 def test_the_jobs_system_message_comes_first() -> None:
     spec = record_spec(prompt_column="q", system="Be brief.")
-    assert row({"q": "Hi"}, spec).prompt == (
+    assert row({"q": "Hi"}, spec).prompts[0] == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
     )
@@ -394,13 +439,13 @@ def test_the_jobs_system_message_comes_first() -> None:
 
 def test_a_record_with_token_ids_goes_past_the_template() -> None:
     found = row({"prompt": [1, 2]}, RECORDS)
-    assert (found.kind, found.prompt) == ("completion", [1, 2])
+    assert (found.kind, found.prompts[0]) == ("completion", [1, 2])
 
 
 def test_a_record_with_messages_is_a_chat() -> None:
     spec = record_spec(messages_column="chat")
     messages = [{"role": "user", "content": "Hi"}]
-    assert row({"chat": messages}, spec).prompt == tuple(messages)
+    assert row({"chat": messages}, spec).prompts[0] == tuple(messages)
     assert refusal({"chat": []}, spec) == ("invalid_value", "chat")
     assert refusal({"chat": [{"role": "user"}]}, spec) == ("missing_required_parameter", "chat[0].content")
 
@@ -425,7 +470,7 @@ def test_a_record_that_is_no_row_says_why(record: dict[str, Any], code: str, par
 def test_a_records_own_sampling_columns_count() -> None:
     spec = record_spec(sampling=Sampling(max_tokens=9, seed=1))
     found = row({"prompt": "x", "max_tokens": 3, "seed": None, "top_k": 5, "ignore_eos": "just a column"}, spec)
-    assert found.sampling == Sampling(max_tokens=3, seed=1, top_k=5)
+    assert found.params == Sampling(max_tokens=3, seed=1, top_k=5)
 
 
 def test_a_column_named_custom_id_that_is_no_short_string_is_just_a_column() -> None:
@@ -437,7 +482,7 @@ def test_lone_surrogates_may_pass_through_but_not_into_a_prompt() -> None:
     assert row(b'{"prompt":"x","other":"\\ud800"}', RECORDS).record["other"] == "\ud800"
     assert refusal(b'{"prompt":"\\ud800"}', RECORDS) == ("invalid_value", None)
     assert refusal(b'{"prompt":"x","stop":"\\ud800"}', RECORDS) == ("invalid_value", "stop")
-    assert row(b'{"prompt":"\\ud83d\\ude00"}', RECORDS).prompt == ({"role": "user", "content": "😀"},)
+    assert row(b'{"prompt":"\\ud83d\\ude00"}', RECORDS).prompts[0] == ({"role": "user", "content": "😀"},)
 
 
 def test_an_error_about_a_lone_surrogate_can_be_written() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import EngineDied, EngineError
 from engine.info import EngineInfo, EngineStats
-from engine.outputs import CompletionOutput, RequestOutput
-from engine.sampling_params import SamplingParams
+from engine.outputs import CompletionOutput, EngineOutput, RequestOutput
 
 CONFIG = EngineConfig("stub")
 INFO = EngineInfo("stub", "float32", "cpu", 100, 8, 64, 1000, 50, 16)
@@ -42,7 +41,7 @@ class Engines:
     do_not_start: list[EngineError] = field(default_factory=list)
     on_start: Callable[[], None] = lambda: None
     started: threading.Condition = field(default_factory=threading.Condition)
-    rules: Callable[[Any], RequestOutput] = answer_to
+    rules: Callable[[Any], EngineOutput] = answer_to
 
     def __call__(self, config: EngineConfig) -> "StubEngine":
         self.made.append(StubEngine(self))
@@ -67,7 +66,7 @@ class StubEngine:
         self.pid: int | None = None
         self._accepting = True
         self._changed = threading.Condition()
-        self._in_flight: dict[Future[RequestOutput], Any] = {}
+        self._in_flight: dict[Future[EngineOutput], Any] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, timeout_s: float = 600) -> EngineInfo:
@@ -81,8 +80,8 @@ class StubEngine:
             self.engines.started.notify_all()
         return INFO
 
-    def submit(self, prompt: Any, params: SamplingParams, *, lora: str | None = None) -> Future[RequestOutput]:
-        future: Future[RequestOutput] = Future()
+    def submit(self, prompt: Any, params: Any, *, lora: str | None = None) -> Future[EngineOutput]:
+        future: Future[EngineOutput] = Future()
         future.set_running_or_notify_cancel()
         with self._changed:
             if self._accepting:
@@ -94,7 +93,7 @@ class StubEngine:
         future.set_exception(EngineDied("not running"))
         return future
 
-    def abort(self, future: Future[RequestOutput]) -> None:
+    def abort(self, future: Future[EngineOutput]) -> None:
         with self._changed:
             prompt = self._in_flight.pop(future, None)
             self._changed.notify_all()
@@ -144,11 +143,11 @@ class StubEngine:
         with self._changed:
             assert self._changed.wait_for(lambda: not self._in_flight, 10), self._in_flight
 
-    def in_flight(self) -> list[tuple[Future[RequestOutput], Any]]:
+    def in_flight(self) -> list[tuple[Future[EngineOutput], Any]]:
         with self._changed:
             return list(self._in_flight.items())
 
-    def answer(self, future: Future[RequestOutput], output: RequestOutput) -> None:
+    def answer(self, future: Future[EngineOutput], output: EngineOutput) -> None:
         with self._changed:
             del self._in_flight[future]
         future.set_result(output)

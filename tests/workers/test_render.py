@@ -3,19 +3,23 @@
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.errors import RequestError
-from engine.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
+from engine.outputs import CompletionOutput, FinishReason, PoolingOutput, RequestOutput, TokenLogprob
+from engine.pooling_params import PoolingParams
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from jobs.errors import RowError
-from jobs.results import Choice, Completion
+from jobs.records import Usage
+from jobs.results import Choice, Completion, Embeddings, Outcome
 from jobs.rows import Row
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec
 from tests.jobs.specs import openai_spec, read, record_spec, request
-from workers.render import outcome_of, request_for
+from workers.render import EngineRequest, requests_for
+from workers.render import outcome_of as outcome_of_all
 
 
 def row(record: Any, spec: JobSpec) -> Row:
@@ -26,6 +30,15 @@ def row(record: Any, spec: JobSpec) -> Row:
 
 def output(finish_reason: FinishReason = "stop", **fields: Any) -> RequestOutput:
     return RequestOutput(0, (1, 2, 3), (CompletionOutput(0, "text", (7, 8), finish_reason),), **fields)
+
+
+def request_for(job_id: str, index: int, asked: Row) -> EngineRequest:
+    (found,) = requests_for(job_id, index, asked)
+    return found
+
+
+def outcome_of(asked: Row, found: RequestOutput) -> Outcome:
+    return outcome_of_all(asked, [found])
 
 
 CHAT = row(request(), openai_spec())
@@ -61,7 +74,9 @@ def test_a_row_without_a_seed_has_one_of_its_own_that_stays() -> None:
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_an_answer_is_a_completion(reason: FinishReason) -> None:
-    assert outcome_of(CHAT, output(reason, num_cached_tokens=2)) == Completion((Choice("text", reason),), 3, 2, 2)
+    assert outcome_of(CHAT, output(reason, num_cached_tokens=2)) == Completion(
+        (Choice("text", reason),), Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=2)
+    )
 
 
 def test_every_answer_and_its_logprobs_reach_the_row() -> None:
@@ -70,7 +85,7 @@ def test_every_answer_and_its_logprobs_reach_the_row() -> None:
     found = outcome_of(CHAT, RequestOutput(0, (1, 2, 3), answers, prompt_logprobs=(None, token, token)))
     assert isinstance(found, Completion)
     assert [choice.text for choice in found.choices] == ["text 0", "text 1"]
-    assert (found.prompt_tokens, found.completion_tokens) == (3, 4)
+    assert found.usage == Usage(prompt_tokens=3, completion_tokens=4)
     assert found.choices[0].logprobs is not None
     assert found.choices[0].logprobs[1].top[0].token == "u"
     assert found.prompt_logprobs is not None
@@ -108,6 +123,33 @@ def test_a_row_s_adapter_is_the_engine_s_and_the_job_s_where_it_names_none() -> 
 
 def test_every_parameter_of_a_row_is_one_of_the_engine_s() -> None:
     assert set(Sampling.model_fields) <= {spec.name for spec in fields(SamplingParams)}
+
+
+EMBEDDING = row(
+    request({"messages": ..., "input": ["a", "b"], "dimensions": 2, "normalize": False}, url="/v1/embeddings"),
+    openai_spec(),
+)
+
+
+def test_each_input_of_an_embeddings_row_is_a_request() -> None:
+    asked = requests_for("job", 0, EMBEDDING)
+    assert [found.prompt for found in asked] == ["a", "b"]
+    assert {found.params for found in asked} == {PoolingParams(dimensions=2, normalize=False)}
+
+
+def test_vectors_are_a_row_s_in_the_order_of_its_inputs() -> None:
+    outputs = [PoolingOutput(0, (1, 2), np.array([n, 0.5], np.float32), num_cached_tokens=1) for n in range(2)]
+    found = outcome_of_all(EMBEDDING, outputs)
+    assert isinstance(found, Embeddings)
+    assert [np.frombuffer(vector, "<f4").tolist() for vector in found.vectors] == [[0, 0.5], [1, 0.5]]
+    assert found.usage == Usage(prompt_tokens=4, cached_tokens=2)
+
+
+def test_one_bad_input_is_the_row_s_error_and_named() -> None:
+    refused = PoolingOutput.rejected(0, RequestError("Too long.", code="context_length_exceeded", field="prompt"))
+    found = outcome_of_all(EMBEDDING, [PoolingOutput(0, (1,), np.zeros(2, np.float32)), refused])
+    assert isinstance(found, RowError)
+    assert (found.code, found.message) == ("context_length_exceeded", "Input 1: Too long.")
 
 
 def test_a_refusal_is_the_row_s_error_with_its_place() -> None:

@@ -5,15 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from engine.errors import RequestError
-from engine.outputs import RequestOutput
+from engine.outputs import PoolingOutput, RequestOutput
 from jobs.broker import ASSEMBLE, CONTROL_QUEUE
 from jobs.errors import ServiceUnreachable, StorageError
 from jobs.ledger import Lease
 from jobs.records import SegmentRecord, Usage
+from jobs.spec import OpenAIRows
 from tests.jobs.ledgers import key, let_leases_run_out
 from tests.jobs.site import Site, prompts
 from tests.workers.conftest import WINDOW, Bench
@@ -68,6 +70,23 @@ def test_shards_are_answered_and_committed_until_none_is_ready(bench: Bench) -> 
     ]
     assert segment(bench.site, spec).engine == "stub"
     assert (ASSEMBLE, f"('{spec.id}',)") in bench.site.queued(CONTROL_QUEUE)
+
+
+def test_a_row_of_several_inputs_is_settled_when_all_are(bench: Bench, engines: Engines) -> None:
+    def vector(prompt: Any) -> Any:
+        return PoolingOutput(0, (1, 2), np.array([len(prompt)], np.float32))
+
+    rows = [
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/embeddings", "body": {"input": ["a" * k for k in inputs]}}
+        for n, inputs in enumerate([[3, 1, 2], [5]])
+    ]
+    engines.rules = vector
+    spec = bench.site.submit(rows, rows=OpenAIRows())
+    bench.site.control.plan(spec.id)
+    bench.work(spec)
+    found = [[item["embedding"] for item in row["response"]["body"]["data"]] for row in lines(bench.site, spec)]
+    assert found == [[[3], [1], [2]], [[5]]]
+    assert bench.site.ledger.view(spec.id).usage == Usage(prompt_tokens=8)
 
 
 def test_rows_stand_in_order_whatever_order_they_are_answered_in(

@@ -16,7 +16,7 @@ from tests.jobs.ledgers import shards
 from tests.jobs.specs import openai_spec
 from workers.spool import Spool
 
-ANSWER = Completion((Choice("a", "stop"),), prompt_tokens=5, completion_tokens=2, cached_tokens=1)
+ANSWER = Completion((Choice("a", "stop"),), Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=1))
 REFUSAL = RowError(code="x", message="y")
 
 
