@@ -163,6 +163,7 @@ FAMILY_CASES |= {
     "olmoe": Case(OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False}),
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+WIDER_YARN = {"factor": 2.0, "original_max_position_embeddings": 256}
 ROPE_CASES = {
     "linear": Case(LlamaConfig, rope("linear", factor=4.0)),
     "llama3": Case(
@@ -170,7 +171,7 @@ ROPE_CASES = {
         rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
     ),
     "yarn": Case(LlamaConfig, rope("yarn", **YARN)),
-    "yarn, not truncated": Case(LlamaConfig, rope("yarn", **YARN, truncate=False, beta_fast=8.0, beta_slow=2.0)),
+    "yarn, not truncated": Case(LlamaConfig, rope("yarn", **WIDER_YARN, truncate=False, beta_fast=8.0, beta_slow=2.0)),
     "yarn, attention factor": Case(LlamaConfig, rope("yarn", **YARN, attention_factor=0.8)),
     "yarn, mscale": Case(LlamaConfig, rope("yarn", **YARN, mscale=2.0, mscale_all_dim=0.7)),
     "yarn, no factor": Case(LlamaConfig, rope("yarn", factor=None, original_max_position_embeddings=32)),
