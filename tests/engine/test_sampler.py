@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engine.batch import SamplingBatch
 from engine.sampler import _TOP_P_CANDIDATES, top_k_floor, top_p_floor
 from engine.sampler import sample as sample_rows
+from engine.token_rules import Edit, LogitEdits
 
 
 def sample(logits, batch):
@@ -115,6 +116,58 @@ def test_draws_follow_the_softmax():
     expected = torch.softmax(logits / temperature, 0) * draws
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < 20.5, "0.1 % of fair samplers exceed this with 5 degrees of freedom"
+
+
+def ruled_out(row, token_ids):
+    rows = torch.full((len(token_ids),), row)
+    return LogitEdits(None, None, None, Edit(rows, torch.tensor(token_ids)))
+
+
+def test_banned_tokens_are_never_drawn_not_even_greedily():
+    logits = torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 2.0]])
+    assert sample(logits.clone(), sampling(2, temperature=[0.0, 0.0], edits=ruled_out(1, [0]))) == (0, 2)
+    assert sample(logits.clone(), sampling(2, top_k=[1, 1], edits=ruled_out(0, [0, 2]))) == (1, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_everything_ruled_out_has_no_token_and_says_why(temperature):
+    logits = torch.randn(3, 4)
+    logits[2, 1] = math.nan
+    drawn = sample_rows(logits, sampling(3, temperature=[temperature] * 3, edits=ruled_out(1, [0, 1, 2, 3])))
+    assert [(one.token_id is None, one.all_ruled_out) for one in drawn] == [(False, False), (True, True), (True, False)]
+
+
+def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    edits = ruled_out(1, logits[1].topk(3).indices.tolist())
+    batch = sampling(3, temperature=[0.3, 0.0, 1.0], top_k=[2, 0, 0], edits=edits, num_logprobs={0: 0, 1: 4})
+    drawn = sample_rows(logits.clone(), batch)
+    expected = torch.log_softmax(logits, -1)
+    for row, top in ((0, 0), (1, 4)):
+        entry = drawn[row].logprobs
+        assert entry.token_id == drawn[row].token_id
+        assert entry.logprob == expected[row, entry.token_id].item()
+        assert [token_id for token_id, _ in entry.top] == expected[row].topk(top).indices.tolist()
+    assert drawn[1].logprobs.rank == 4, "greedy takes the fourth, since three are ruled out"
+    assert drawn[2].logprobs is None
+
+
+def test_asking_for_logprobs_changes_no_token():
+    logits = torch.randn(4, 300)
+    assert sample(logits.clone(), sampling(4)) == sample(logits.clone(), sampling(4, num_logprobs={1: 20, 3: 0}))
+
+
+def test_a_beams_candidates_are_its_likeliest_tokens_by_their_edited_logprobs():
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(2))
+    best = logits[1].argmax().item()
+    drawn = sample_rows(
+        logits.clone(), sampling(2, temperature=[0.0, 0.0], edits=ruled_out(1, [best]), num_candidates={1: 5})
+    )
+    expected = torch.log_softmax(logits[1], -1)
+    expected[best] = -math.inf
+    values, token_ids = expected.topk(5)
+    assert drawn[1].candidates == tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
+    assert drawn[0].candidates == ()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
