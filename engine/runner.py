@@ -13,6 +13,7 @@ from engine.lora import step_adapters
 from engine.models.adapters import Adapters
 from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
 from engine.pooled_rows import pool_rows
+from engine.prompt_logprobs import prompt_logprobs
 from engine.sampler import sample
 from kernels.ops import AttentionBatch, KVCache, copy_block
 
@@ -63,13 +64,14 @@ class Runner:
         batch = build_batch(plan, self._kv.block_size, self._device)
         adapters = step_adapters(plan.rows, self._device)
         hidden = self._model.forward(batch.token_ids, batch.positions, batch.attention, self._kv, adapters)
+        prompts = prompt_logprobs(hidden, plan.rows, self._model.logits)
         pooled = pool_rows(hidden, plan.rows)
         if batch.logits_rows.numel() == 0:
-            return StepOutput((), pooled=pooled)
+            return StepOutput((), prompts, pooled)
         logits = self._model.logits(hidden[batch.logits_rows])
         # Here, where a GPU has been given all of the forward pass and is busy with it.
         sampling = batch.sampling._replace(grammar=self._grammar_masks.fill(plan.rows))
-        return StepOutput(sample(logits, sampling), pooled=pooled)
+        return StepOutput(sample(logits, sampling), prompts, pooled)
 
 
 def execute_within_memory(
