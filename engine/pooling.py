@@ -63,7 +63,8 @@ class Pooler:
         if self._sum is None:
             raise RuntimeError("a vector was asked of a prompt that no step has computed")
         vector = self._sum / np.float32(prompt_length) if self.pooling == "mean" else self._sum
-        vector = vector[: self._dimensions]
+        # A copy: a row of a step's sums would keep all of them in memory for as long as it lives.
+        vector = vector[: self._dimensions].copy()
         if self._activation:
             vector = self._activation(vector)
         if self._normalize and (length := np.linalg.norm(vector)) > 0:

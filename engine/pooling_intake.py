@@ -10,7 +10,7 @@ from engine.messages import NewRequest
 from engine.outputs import PoolingOutput
 from engine.pooling import Pooler, sigmoid
 from engine.pooling_params import PoolingParams, PoolingTask, PoolingType
-from engine.pooling_prompts import EncodedPrompt, PoolingPromptEncoder, TextPair
+from engine.pooling_prompts import PoolingPromptEncoder, TextPair
 from engine.request import Request
 
 if TYPE_CHECKING:
@@ -63,13 +63,11 @@ class PoolingIntake:
             if isinstance(prompt, RequestError):
                 made[new.index] = PoolingOutput.rejected(new.index, prompt)
             else:
-                made[new.index] = self._request(new, pooler, prompt)
+                token_ids, token_types = prompt
+                made[new.index] = Request.to_pool(
+                    new.index, token_ids, pooler, token_types=token_types, salt=new.salt, lora=new.lora
+                )
         return [made[new.index] for new in news]
-
-    def _request(self, new: NewRequest, pooler: Pooler, prompt: EncodedPrompt) -> Request:
-        return Request.to_pool(
-            new.index, prompt.token_ids, pooler, token_types=prompt.token_types, salt=new.salt, lora=new.lora
-        )
 
     def _limit(self, new: NewRequest) -> int | None:
         limit = _params(new).truncate_prompt_tokens

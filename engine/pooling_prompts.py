@@ -49,10 +49,12 @@ class PoolingPromptEncoder:
         texts: dict[int | None, list[tuple[int, str | TextPair]]] = {}
         others: list[tuple[int, Prompt, int | None]] = []
         for place, (prompt, limit) in enumerate(prompts):
-            if isinstance(prompt, str | TextPair):
-                texts.setdefault(limit, []).append((place, prompt))
-            else:
+            if not isinstance(prompt, str | TextPair):
                 others.append((place, prompt, limit))
+            elif error := self._refusal(prompt, limit):
+                encoded[place] = error
+            else:
+                texts.setdefault(limit, []).append((place, prompt))
         for limit, group in texts.items():
             tokenised = self._tokenise([text for _, text in group], limit)
             encoded |= zip((place for place, _ in group), tokenised, strict=True)
@@ -61,18 +63,22 @@ class PoolingPromptEncoder:
             encoded[place] = ids if isinstance(ids, RequestError) else EncodedPrompt(ids[:limit])
         return [encoded[place] for place in range(len(encoded))]
 
-    def _tokenise(self, texts: Sequence[str | TextPair], limit: int | None) -> list[EncodedPrompt | RequestError]:
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            error = _invalid("The model comes without a tokenizer, so it takes token ids only.")
-            return [error for _ in texts]
-        special = max(tokenizer.num_special_tokens_to_add(pair=isinstance(text, TextPair)) for text in texts)
+    def _refusal(self, text: str | TextPair, limit: int | None) -> RequestError | None:
+        if self._tokenizer is None:
+            return _invalid("The model comes without a tokenizer, so it takes token ids only.")
+        if isinstance(text, TextPair) and not (isinstance(text.first, str) and isinstance(text.second, str)):
+            return _invalid("Both texts of a pair must be strings.")
+        special = self._tokenizer.num_special_tokens_to_add(pair=isinstance(text, TextPair))
         if limit is not None and limit <= special:
-            error = _invalid(
+            return _invalid(
                 f"{limit} tokens leave no room beside the model's {special} special tokens.",
                 field="truncate_prompt_tokens",
             )
-            return [error for _ in texts]
+        return None
+
+    def _tokenise(self, texts: Sequence[str | TextPair], limit: int | None) -> list[EncodedPrompt | RequestError]:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None  # or all of them have been refused
         try:
             batch = tokenizer(
                 [self._tokenizer_input(text) for text in texts],

@@ -230,6 +230,16 @@ def test_a_pair_that_is_too_long_is_cut_only_when_that_is_asked_for(tmp_path):
     assert cut.score == pytest.approx(torch.sigmoid(logits).item(), abs=1e-5)
 
 
+def test_pairs_are_refused_one_by_one(tmp_path):
+    llm = LLM(str(tiny_encoder(tmp_path, "bert", tokenizer=True, labels=1)), num_threads=1)
+    outputs = llm.score(["a", 3, "a", "a"], ["b", "b", None, "\ud800"])
+    assert [output.error and output.error.field for output in outputs] == [None, "prompt", "prompt", "prompt"]
+    (no_room,) = llm.score("a", "b", PoolingParams(task="score", truncate_prompt_tokens=3))
+    assert no_room.error.field == "truncate_prompt_tokens"
+    (just_room,) = llm.score("a", "b", PoolingParams(task="score", truncate_prompt_tokens=4))
+    assert (just_room.num_prompt_tokens, just_room.error) == (4, None)
+
+
 def test_a_head_of_several_labels_gives_logits_and_no_score(tmp_path):
     llm = LLM(str(tiny_encoder(tmp_path, "roberta", tokenizer=True, labels=3)), num_threads=1)
     (score,) = llm.score("a", "b")

@@ -339,6 +339,8 @@ def test_bad_rows_come_back_in_their_places_with_their_errors(llm):
     ]
     (wide,) = llm.embed(["good"], PoolingParams(dimensions=65))
     assert wide.error.field == "dimensions"
+    (adapted,) = llm.embed(["good"], lora="an-adapter")
+    assert adapted.error.field == "lora"
     (score,) = llm.score("a", "b", PoolingParams(task="score"))
     assert score.error.code == "unsupported_task"
 
