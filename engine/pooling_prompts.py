@@ -66,7 +66,7 @@ class PoolingPromptEncoder:
     def _refusal(self, text: str | TextPair, limit: int | None) -> RequestError | None:
         if self._tokenizer is None:
             return _invalid("The model comes without a tokenizer, so it takes token ids only.")
-        if isinstance(text, TextPair) and not (isinstance(text.first, str) and isinstance(text.second, str)):
+        if isinstance(text, TextPair) and not all(isinstance(part, str) for part in (text.first, text.second)):
             return _invalid("Both texts of a pair must be strings.")
         special = self._tokenizer.num_special_tokens_to_add(pair=isinstance(text, TextPair))
         if limit is not None and limit <= special:
