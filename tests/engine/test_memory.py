@@ -35,6 +35,26 @@ def test_no_room_is_an_error_that_says_how_little_there_is(monkeypatch):
         size(10 * 2**20, monkeypatch, bytes_per_token=10**6)
 
 
+def test_host_memory_is_kept_for_preempted_requests_only_beside_a_gpu(monkeypatch):
+    def blocks(device, available, **options):
+        monkeypatch.setattr(memory, "available_memory", lambda: available)
+        return memory.size_host_pool(EngineConfig("m", **options), torch.device(device), bytes_per_token=2**15)
+
+    # Blocks of a MiB, one of them the null block.
+    assert blocks("cpu", 2**40) == 0
+    assert blocks("cuda", 2**40) == 4 * 1024 - 1
+    assert blocks("cuda", 2**32) == 1024 - 1, "a quarter of what the machine has left"
+    assert blocks("cuda", 2**40, swap_space=0) == 0
+    assert blocks("cpu", 0, swap_space=8 * 2**20) == 7
+
+
+def test_swap_space_that_holds_nothing_is_an_error():
+    with pytest.raises(ConfigError, match="does not hold two blocks of 32 tokens"):
+        memory.size_host_pool(EngineConfig("m", swap_space=2**20), CPU, bytes_per_token=2**15)
+    with pytest.raises(ConfigError, match="swap_space must be an integer of at least 0"):
+        EngineConfig("m", swap_space=-1)
+
+
 def test_the_measured_step_is_one_of_all_tokens_and_all_rows(tmp_path):
     loaded = load(str(tiny_llama(tmp_path)), dtype=torch.float32, device=CPU)
     seen = []
