@@ -94,13 +94,13 @@ class _Probe:
 def _mask_function(longest: int) -> Callable[..., _WindowMask]:
     def mask(*, mask_function: Callable[..., Tensor], **_: Any) -> _WindowMask:
         marked = torch.zeros(1, 1, 1, 1).as_subclass(_WindowMask)
-        marked.window = _window(mask_function, longest)
+        marked.window = window_of_mask(mask_function, longest)
         return marked
 
     return mask
 
 
-def _window(visible: Callable[..., Tensor], longest: int) -> int | None:
+def window_of_mask(visible: Callable[..., Tensor], longest: int) -> int | None:
     """Return the window of the mask that `visible` defines over positions below `longest`, None for all of the past.
 
     Raises `CannotPage` if it is neither causal nor a window.

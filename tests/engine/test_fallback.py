@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -18,10 +19,12 @@ from transformers import (
 from engine import EngineConfig, SamplingParams
 from engine.build import assemble_engine
 from engine.errors import ModelNotSupported
-from engine.loader import load
+from engine.loader import ModelFileInvalid, load
 from engine.messages import NewRequest
 from engine.models.decoder import Decoder
-from engine.models.fallback import FallbackDecoder
+from engine.models.fallback import CannotPage, FallbackConfig, FallbackDecoder
+from engine.models.fallback_check import check_against_eager
+from engine.models.fallback_probe import probe_attention, window_of_mask
 from tests.engine.models_fixture import PagedRun, tiny_llama
 
 CPU = torch.device("cpu")
@@ -298,4 +301,141 @@ def config_only(config, path, architecture: str):
 def test_what_cannot_run_is_refused_by_name_before_a_weight_is_read(tmp_path, config, architecture, reason):
     folder = config_only(config, tmp_path, architecture)
     with pytest.raises(ModelNotSupported, match=f"{architecture}.*{reason}"):
-        load(str(folder), dtype=None, device=CPU)
+        load_fallback(folder, dtype=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM.*recurrent state"),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5.*encoder and a decoder"),
+        ({"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}, "NobodysForCausalLM.*cannot read"),
+        (
+            {"architectures": ["GPTNeoXForCausalLM"], "quantization_config": {"quant_method": "awq"}},
+            "quantised with awq",
+        ),
+    ],
+)
+def test_without_being_asked_for_the_fallback_says_why_it_cannot_help(tmp_path, fields, reason):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", **fields}))
+    with pytest.raises(ModelNotSupported, match=reason):
+        load(str(tmp_path), dtype=None, device=CPU)
+
+
+# Refused by what a token's pass through the model shows.
+
+
+def test_a_model_that_drops_keyword_arguments_before_attention_is_refused(tmp_path):
+    config = AutoConfig.for_model("nemotron", **GROUPED, head_dim=16)
+    folder = save(AutoModelForCausalLM.from_config(config), tmp_path)
+    with pytest.raises(ModelNotSupported, match=r"NemotronForCausalLM.*keyword arguments"):
+        load_fallback(folder)
+
+
+def test_layers_that_differ_in_their_kv_heads_are_refused(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **GROUPED))
+    attention = model.model.layers[1].self_attn
+    attention.num_key_value_groups = 4
+    attention.k_proj = torch.nn.Linear(64, 16, bias=False)
+    attention.v_proj = torch.nn.Linear(64, 16, bias=False)
+    with pytest.raises(CannotPage, match=r"KV heads \(1, 2\)"):
+        probe_attention(model, 256)
+
+
+def test_an_attention_that_runs_twice_for_a_token_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **GROUPED))
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(CannotPage, match="more than once"):
+        probe_attention(model, 256)
+
+
+def test_a_layer_whose_mask_is_not_the_window_it_names_is_refused():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("starcoder2", **GROUPED, sliding_window=24))
+    probe_attention(model, 256)
+    for layer in model.model.layers:
+        layer.self_attn.config = AutoConfig.for_model("starcoder2", **GROUPED, sliding_window=None)
+        layer.self_attn.config._attn_implementation = "pagemill_probe"
+    with pytest.raises(CannotPage, match="window of None and for a mask of 24"):
+        probe_attention(model, 256)
+
+
+def causal(_batch, _head, query, key):
+    return key <= query
+
+
+def windowed(_batch, _head, query, key):
+    return (key <= query) & (key > query - 24)
+
+
+def in_chunks(_batch, _head, query, key):
+    return (key <= query) & (key // 24 == query // 24)
+
+
+def everywhere(_batch, _head, query, key):
+    return (key >= 0) & (query >= 0)
+
+
+def with_a_prefix(_batch, _head, query, key):
+    return (key < 4) | windowed(_batch, _head, query, key)
+
+
+def test_a_mask_is_known_by_what_it_shows():
+    assert window_of_mask(causal, 256) is None
+    assert window_of_mask(windowed, 256) == 24
+    assert window_of_mask(windowed, 30) == 24
+    assert window_of_mask(windowed, 24) is None
+    for mask in (in_chunks, everywhere, with_a_prefix):
+        with pytest.raises(CannotPage, match="neither causal nor a sliding window"):
+            window_of_mask(mask, 256)
+
+
+# Refused by two short prompts.
+
+
+def loaded_parts(tmp_path):
+    folder = make("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    probed = probe_attention(model, 256)
+    config = FallbackConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=320,
+        hidden_size=64,
+        max_position_embeddings=256,
+        num_layers=2,
+        num_heads=probed.num_heads,
+        num_kv_heads=probed.num_kv_heads,
+        head_dim=probed.head_dim,
+        dtype=torch.float32,
+    )
+    return model, FallbackDecoder(model, config, probed.layers)
+
+
+def test_a_model_that_pages_well_passes_the_check(tmp_path):
+    check_against_eager(*loaded_parts(tmp_path))
+
+
+def test_a_model_that_counts_positions_for_itself_is_found_out(tmp_path):
+    model, decoder = loaded_parts(tmp_path)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1]).unsqueeze(0))
+    with pytest.raises(CannotPage, match="logits differ"):
+        check_against_eager(model, decoder)
+
+
+def test_a_model_that_mixes_neighbours_outside_of_attention_is_found_out(tmp_path):
+    model, decoder = loaded_parts(tmp_path)
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+    with pytest.raises(CannotPage, match="logits differ"):
+        check_against_eager(model, decoder)
+
+
+def test_tensors_that_a_checkpoint_lacks_are_named_not_made_up(tmp_path):
+    folder = make("gpt_neox", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("dense_4h_to_h.weight"))
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, folder / "model.safetensors")
+    with pytest.raises(ModelFileInvalid, match="dense_4h_to_h"):
+        load_fallback(folder)
