@@ -1,15 +1,18 @@
 """Beam search, answer for answer what Transformers' is, in any batch and in any pool."""
 
 import math
+from itertools import count
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from engine import LLM, SamplingParams
 from engine.messages import NewRequest
 from tests.engine.models_fixture import tiny_llama
-from tests.engine.toy import EOS, VOCAB_SIZE, ToyModel, toy_core, toy_limits, toy_runner
+from tests.engine.toy import EOS, VOCAB_SIZE, FaultyRunner, ToyModel, toy_core, toy_limits, toy_runner
 
 NEW_TOKENS = 12
 PROMPT_LENGTH = 13
@@ -217,6 +220,55 @@ def test_beams_share_blocks_and_give_all_of_them_back():
     assert len(outputs[0].outputs) == 6
     assert most < 6 * 3, "six beams of eleven tokens with nothing shared hold three blocks each"
     assert core.stats().kv_blocks_used == 0
+
+
+questions = st.tuples(
+    # Two blocks to begin with and few ends, so that prompts often begin alike.
+    st.builds(lambda token, tail: [token] * 8 + tail, st.integers(1, 2), st.lists(st.integers(1, 2), max_size=5)),
+    st.one_of(
+        st.builds(
+            search,
+            st.integers(1, 6),
+            max_tokens=st.integers(1, 10),
+            early_stopping=st.sampled_from([False, True, "never"]),
+            stop_token_ids=st.just(list(range(100, 130))),
+        ),
+        st.builds(SamplingParams, n=st.integers(1, 4), max_tokens=st.integers(1, 10), seed=st.just(3)),
+    ),
+)
+tight_limits = st.builds(
+    toy_limits,
+    max_model_len=st.just(24),
+    num_kv_blocks=st.integers(7, 16),
+    num_host_blocks=st.sampled_from([0, 4, 30]),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(2, 20),
+    enable_prefix_caching=st.booleans(),
+)
+seen = set()
+
+
+@settings(max_examples=100, deadline=None)
+@given(limits=tight_limits, questions=st.lists(questions, min_size=1, max_size=4), unlucky=st.integers(2, 9))
+def check_any_pool(limits, questions, unlucky):
+    """The answers of a core with little room, every few of whose steps do not fit, are those of roomy cores."""
+    steps = count()
+    fits = FaultyRunner(toy_runner(limits, TwoWays()), lambda plan: plan.num_tokens < 2 or next(steps) % unlucky)
+    core = toy_core(limits, runner=fits)
+    core.add_requests(NewRequest(index, *question) for index, question in enumerate(questions))
+    outputs = finish(core)
+    assert core.stats().kv_blocks_used == core.stats().swap_blocks_used == 0
+    for index, question in enumerate(questions):
+        roomy_limits = toy_limits(max_num_seqs=9, max_model_len=24)
+        roomy = toy_core(roomy_limits, runner=toy_runner(roomy_limits, TwoWays()))
+        roomy.add_requests([NewRequest(index, *question)])
+        assert outputs[index].outputs == finish(roomy)[index].outputs
+    seen.update(name for name in ("preemptions", "swaps", "cached_tokens") if getattr(core.stats(), name))
+
+
+def test_searches_find_the_same_in_any_pool():
+    check_any_pool()
+    assert seen == {"preemptions", "swaps", "cached_tokens"}
 
 
 def test_a_search_that_allows_few_tokens_has_fewer_beams():

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.model
 QUESTIONS = Path(__file__).parents[1] / "data" / "gsm8k_test.jsonl"
 CPU = torch.device("cpu")
 NEW_TOKENS = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 # Two ways to sum the same float32 products differ in the last digits; logits closer than this are a tie.
 TIE = 1e-3
 
@@ -46,6 +47,28 @@ class Reference:
                 pad_token_id=0,
             )
         return [self._until_end(row) for row in output[:, longest:].tolist()]
+
+    def best_answer(self, prompt, width):
+        """The best of a beam search, and its score."""
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                num_beams=width,
+                do_sample=False,
+                eos_token_id=self.end,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        return self._until_end(output.sequences[0, len(prompt) :].tolist()), output.sequences_scores[0].item()
+
+    def log_probs(self, token_ids):
+        """`[n - 1, vocab_size]`: row i is about token i + 1."""
+        with torch.inference_mode():
+            return torch.log_softmax(self.model(torch.tensor([token_ids])).logits[0, :-1].float(), -1)
 
     def _until_end(self, ids):
         return next((ids[: place + 1] for place, token in enumerate(ids) if token in self.end), ids)
@@ -84,10 +107,9 @@ def conversations(count):
     return [[{"role": "user", "content": row["question"]}] for row in rows]
 
 
-def run(loaded, prompts, **options):
+def run(loaded, prompts, params=GREEDY, **options):
     """Answer `prompts` with an engine of its own, and return its outputs in order, and its statistics."""
     core = assemble_engine(EngineConfig("demo", **{"num_kv_blocks": 1024, **options}), loaded, CPU)
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
     core.add_requests(NewRequest(index, prompt, params) for index, prompt in enumerate(prompts))
     outputs = []
     while core.has_unfinished:
@@ -132,6 +154,46 @@ def test_answers_that_were_preempted_are_the_same(loaded, expected):
     outputs, stats = run(loaded, conversations(8), num_kv_blocks=42, block_size=16, max_model_len=512)
     check_equal(outputs, expected)
     assert stats.preemptions > 0
+
+
+def test_logprobs_of_prompts_and_answers_are_those_of_transformers(loaded, reference):
+    params = SamplingParams(max_tokens=12, n=2, logprobs=4, prompt_logprobs=2, seed=5)
+    outputs, _ = run(loaded, conversations(2), params, max_num_batched_tokens=16)
+    for output in outputs:
+        for completion in output.outputs:
+            token_ids = [*output.prompt_token_ids, *completion.token_ids]
+            log_probs = reference.log_probs(token_ids)
+            entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+            assert [entry.token_id for entry in entries] == token_ids[1:]
+            for entry, row in zip(entries, log_probs, strict=True):
+                assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=TIE)
+                likeliest = row.topk(len(entry.top)).values.tolist()
+                assert [one.logprob for one in entry.top] == pytest.approx(likeliest, abs=TIE)
+            text = b"".join(entry.utf8 for entry in completion.logprobs)
+            assert text.decode(errors="replace") == loaded.tokenizer.decode(list(completion.token_ids))
+
+
+def check_searches(loaded, reference, count, width):
+    """At most one search in 32 may go another way, and must come to a score as good."""
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, beam_width=width)
+    outputs, _ = run(loaded, conversations(count), params)
+    different = 0
+    for output in outputs:
+        (ours,) = output.outputs
+        theirs, score = reference.best_answer(output.prompt_token_ids, width)
+        assert ours.cumulative_logprob / len(ours.token_ids) == pytest.approx(score, abs=TIE)
+        different += list(ours.token_ids) != theirs
+    assert different <= count // 32
+
+
+def test_a_beam_search_finds_what_transformers_finds(loaded, reference):
+    check_searches(loaded, reference, count=3, width=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_32_beam_searches_find_what_transformers_finds(loaded, reference):
+    check_searches(loaded, reference, count=32, width=4)
 
 
 @pytest.mark.slow
