@@ -36,7 +36,8 @@ def load_transformers_model(
 ) -> FallbackDecoder:
     """Load the model of `folder`; `dtype` None keeps the checkpoint's own.
 
-    With `trust_remote_code`, modelling code that the folder holds is run. Raises `ModelNotSupported` saying what of
+    With `trust_remote_code`, modelling code that the folder holds is run. On a CPU, weights that are wanted in the
+    file's own dtype stay mapped, so the files must not be overwritten while the model is in use. Raises `ModelNotSupported` saying what of
     the model cannot run, and `ModelFileInvalid` if its files are not whole.
     """
     config = _read_config(folder, trust_remote_code)
@@ -149,7 +150,7 @@ def _read_weights(
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise ModelFileInvalid(f"The weights in {folder} cannot be loaded ({error}).") from error
     if missing := sorted(loading["missing_keys"]):
         more = f" and {len(missing) - _NAMES_SHOWN} more" if len(missing) > _NAMES_SHOWN else ""

@@ -49,7 +49,7 @@ class FallbackConfig:
 class AttentionLayer(NamedTuple):
     """Which layer of the KV cache an attention module has, and how many positions it sees, its own among them."""
 
-    index: int
+    kv_layer: int
     window: int | None
 
 
@@ -98,7 +98,7 @@ class PagedStep(NamedTuple):
     ) -> Tensor:
         """Write the step's keys and values to the cache, and attend over each sequence's own blocks."""
         layer = self.layers[module]
-        layer_kv = self.kv.layer(layer.index)
+        layer_kv = self.kv.layer(layer.kv_layer)
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         value_dim = value.shape[-1]
         query, key, value = (_flat(x, layer_kv.key.shape[-1]) for x in (query, key, value))

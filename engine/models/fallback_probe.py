@@ -44,7 +44,7 @@ class _WindowMask(Tensor):
     """A mask that says which window it stands for. Whatever is computed from it is a plain tensor."""
 
     window: int | None
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class _Probe:
@@ -105,21 +105,22 @@ def window_of_mask(visible: Callable[..., Tensor], longest: int) -> int | None:
 
     Raises `CannotPage` if it is neither causal nor a window.
     """
-    windows = set()
+    windows: set[int | None] = set()
     zero = torch.zeros(1, dtype=torch.int64)
     keys = torch.arange(longest)
-    for query in {longest // 2, longest - 1}:
+    for query in (longest // 2, longest - 1):
         seen = visible(zero, zero, zero + query, keys).expand(longest)
-        window = int(seen.sum())
-        if not torch.equal(seen, (keys <= query) & (keys > query - window)):
+        count = int(seen.sum())
+        if not torch.equal(seen, (keys <= query) & (keys > query - count)):
             raise CannotPage("its attention mask is neither causal nor a sliding window")
-        windows.add(None if window == query + 1 else window)
-    if len(windows) > 1:
-        windows.discard(None)  # the window is wider than the half of the positions
-    if len(windows) > 1:
+        windows.add(count if count <= query else None)
+    if len(windows) == 1:
+        return windows.pop()
+    # A window wider than half of the positions hides nothing from the query in the middle.
+    narrow = windows - {None}
+    if len(narrow) != 1:
         raise CannotPage("its attention mask is neither causal nor a sliding window")
-    (window,) = windows
-    return window
+    return narrow.pop()
 
 
 AttentionInterface.register(_PROBE, attention_function)
