@@ -37,8 +37,8 @@ def load_transformers_model(
     """Load the model of `folder`; `dtype` None keeps the checkpoint's own.
 
     With `trust_remote_code`, modelling code that the folder holds is run. On a CPU, weights that are wanted in the
-    file's own dtype stay mapped, so the files must not be overwritten while the model is in use. Raises `ModelNotSupported` saying what of
-    the model cannot run, and `ModelFileInvalid` if its files are not whole.
+    file's own dtype stay mapped, so the files must not be overwritten while the model is in use.
+    Raises `ModelNotSupported` saying what of the model cannot run, and `ModelFileInvalid` if its files are not whole.
     """
     config = _read_config(folder, trust_remote_code)
     name, model_class = _model_class(folder, config, trust_remote_code)
