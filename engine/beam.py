@@ -72,7 +72,7 @@ class BeamSearch:
         ends = [length == self._request.max_tokens or one.token_id in self._end_token_ids for one in ranked]
         for continuation, end in zip(ranked[: self._width], ends, strict=False):
             if end:
-                self._complete_with(continuation, continuation.score / length**self._request.params.length_penalty)
+                self._complete_with(continuation, self._normalised(continuation.score, length))
         if not ranked and not self._complete:
             return 0
         going_on = [continuation for continuation, end in zip(ranked, ends, strict=True) if not end][: self._width]
@@ -114,7 +114,10 @@ class BeamSearch:
             return True
         # A heuristic, but for "never": a longer answer's score may still rise.
         ideal = self._request.max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
-        return going_on[0].score / ideal**params.length_penalty <= self._complete[-1][0]
+        return self._normalised(going_on[0].score, ideal) <= self._complete[-1][0]
+
+    def _normalised(self, score: float, length: int) -> float:
+        return score / math.pow(length, self._request.params.length_penalty)
 
     def _go_on(self, going_on: list[Continuation], fork: Callable[[Sequence], Sequence]) -> None:
         # All forks first: the beam they begin with is changed by its own next token.

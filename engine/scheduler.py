@@ -229,7 +229,7 @@ class Scheduler:
                 self._search(sequence.request.beams, sequence, draws[0])
             else:
                 self._append(sequence, draws)
-            if sequence.status is SequenceStatus.FINISHED and sequence.request.finished:
+            if sequence.request.finished:
                 finished.append(sequence.request)
         self._retire(finished)
         self._steps += 1

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from engine.detokenizer import decode
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +27,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self._added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self._added: dict[int, str] = {
+            token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()
+        }
         self._decoders = _decoder_types(tokenizer)
         self.of = cache(self._bytes_of)
 
@@ -33,7 +37,7 @@ class TokenBytes:
         """Return the token's bytes: none for an id that the model has but the tokenizer does not."""
         if token_id in self._added:
             return self._added[token_id].encode()
-        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None:
             return b""
         if "ByteLevel" in self._decoders and all(character in _BYTE_OF_CHARACTER for character in piece):
@@ -42,7 +46,7 @@ class TokenBytes:
             return _BYTE_PIECES[piece]
         if "Replace" in self._decoders or "Metaspace" in self._decoders:
             return piece.replace(_SPACE, " ").encode()
-        return self._tokenizer.decode([token_id]).encode()
+        return decode(self._tokenizer, [token_id], skip_special_tokens=False).encode()
 
 
 def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
