@@ -13,8 +13,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDied, EngineError, ModelNotFound, ModelNotSupported, RequestError
 from engine.info import EngineInfo, EngineStats
 from engine.outputs import CompletionOutput, PoolingOutput, RequestOutput, ScoreOutput
-from engine.pooling_params import PoolingParams
-from engine.pooling_prompts import TextPair
+from engine.pooling.params import PoolingParams
+from engine.pooling.prompts import TextPair
 from engine.process import EngineProcess
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput

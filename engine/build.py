@@ -4,7 +4,7 @@ import torch
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.encoder_build import assemble_encoder_engine
+from engine.encoder.build import assemble_encoder_engine
 from engine.errors import ConfigError
 from engine.info import EngineInfo
 from engine.loader import LoadedEncoder, LoadedModel, load
@@ -13,7 +13,7 @@ from engine.lora import LoraCache
 from engine.machine import usable_cores
 from engine.memory import size_host_pool, size_kv_pool
 from engine.models.decoder import Decoder
-from engine.pooling_intake import PoolingIntake, PoolingModel
+from engine.pooling.intake import PoolingIntake, PoolingModel
 from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams

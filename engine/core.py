@@ -16,8 +16,8 @@ from engine.lora import LoraCache
 from engine.messages import NewRequest
 from engine.outputs import CompletionOutput, EngineOutput, PoolingOutput, RequestOutput
 from engine.plan import BlockMove, StepOutput, StepPlan
-from engine.pooling_intake import PoolingIntake, aborted, pooling_output
-from engine.pooling_params import PoolingParams
+from engine.pooling.intake import PoolingIntake, aborted, pooling_output
+from engine.pooling.params import PoolingParams
 from engine.prompts import Prompt, PromptEncoder
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ class StepRunner(Protocol):
 
 
 class StepScheduler(Protocol):
-    """What the loop needs of `engine.scheduler.Scheduler`, or of `engine.encoder_scheduler.EncoderScheduler`."""
+    """What the loop needs of `engine.scheduler.Scheduler`, or of `engine.encoder.scheduler.EncoderScheduler`."""
 
     def add(self, request: Request) -> None: ...
 

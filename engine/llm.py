@@ -11,11 +11,11 @@ from engine.config import EngineConfig
 from engine.info import EngineInfo, EngineStats
 from engine.messages import NewRequest
 from engine.outputs import EngineOutput, PoolingOutput, RequestOutput, ScoreOutput
-from engine.pooling_params import PoolingParams
-from engine.pooling_prompts import PoolingPrompt, TextPair
+from engine.pooling.params import PoolingParams
+from engine.pooling.prompts import PoolingPrompt, TextPair
+from engine.pooling.scoring import cosine_scores, head_scores
 from engine.prompts import Message, Prompt
 from engine.sampling_params import SamplingParams
-from engine.scoring import cosine_scores, head_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

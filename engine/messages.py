@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from engine.info import EngineStats
 from engine.outputs import EngineOutput
-from engine.pooling_params import PoolingParams
-from engine.pooling_prompts import PoolingPrompt
+from engine.pooling.params import PoolingParams
+from engine.pooling.prompts import PoolingPrompt
 from engine.sampling_params import SamplingParams
 
 

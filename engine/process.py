@@ -25,8 +25,8 @@ from engine.errors import EngineDied, EngineError
 from engine.info import EngineInfo, EngineStats
 from engine.messages import Abort, NewRequest, StepReport, Stop
 from engine.outputs import EngineOutput
-from engine.pooling_params import PoolingParams
-from engine.pooling_prompts import PoolingPrompt
+from engine.pooling.params import PoolingParams
+from engine.pooling.prompts import PoolingPrompt
 from engine.sampling_params import SamplingParams
 
 # How long a child whose pipe is closed may take to be gone.

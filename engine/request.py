@@ -7,7 +7,7 @@ from engine.beam import BeamSearch
 from engine.detokenizer import StopStringWatcher
 from engine.errors import RequestError
 from engine.logprobs import TokenLogprobs
-from engine.pooling import Pooler
+from engine.pooling.pooler import Pooler
 from engine.sampling_params import SamplingParams
 from engine.seeds import choice_seed
 from engine.sequence import Sequence, SequenceStatus

@@ -12,7 +12,7 @@ from engine.grammar import GrammarMasks
 from engine.lora import step_adapters
 from engine.models.adapters import Adapters
 from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
-from engine.pooled_rows import pool_rows
+from engine.pooling.rows import pool_rows
 from engine.prompt_logprobs import prompt_logprobs
 from engine.sampler import sample
 from kernels.ops import AttentionBatch, KVCache, copy_block
@@ -77,7 +77,7 @@ class Runner:
 def execute_within_memory(
     execute: Callable[[StepPlan], StepOutput], plan: StepPlan, device: torch.device
 ) -> StepOutput:
-    """Return `execute(plan)`. Raises `OutOfMemory` for whichever way torch says it; the step's tensors are gone then."""
+    """Return `execute(plan)`. Raises `OutOfMemory` for whichever way torch says it; by then its tensors are gone."""
     try:
         return execute(plan)
     except RuntimeError as error:

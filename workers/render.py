@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from engine.outputs import CompletionOutput, EngineOutput, PoolingOutput, RequestOutput
 from engine.outputs import TokenLogprob as EngineLogprob
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from engine.prompts import Prompt
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput

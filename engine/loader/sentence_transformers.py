@@ -17,7 +17,7 @@ from engine.errors import ModelNotSupported
 from engine.loader.errors import ModelFileInvalid
 from engine.loader.fields import Fields
 from engine.loader.json_file import read_json, read_json_objects
-from engine.pooling_params import PoolingType
+from engine.pooling.params import PoolingType
 
 ScoreActivation = Literal["sigmoid", "identity"]
 

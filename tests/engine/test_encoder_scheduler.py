@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from engine.core import EngineCore
-from engine.encoder_scheduler import EncoderScheduler
+from engine.encoder.scheduler import EncoderScheduler
 from engine.errors import OutOfMemory, RequestError
 from engine.info import EngineInfo
 from engine.messages import NewRequest
 from engine.plan import StepOutput
-from engine.pooling import Pooler
-from engine.pooling_intake import PoolingIntake, PoolingModel
-from engine.pooling_params import PoolingParams
+from engine.pooling.intake import PoolingIntake, PoolingModel
+from engine.pooling.params import PoolingParams
+from engine.pooling.pooler import Pooler
 from engine.request import Request
 
 

@@ -11,9 +11,9 @@ from transformers import AutoModel
 
 from engine import LLM, EngineConfig, EngineProcess, PoolingParams, RequestError, SamplingParams, TextPair
 from engine.messages import NewRequest
-from engine.pooled_rows import sum_tokens
-from engine.pooling import Pooler, sigmoid
-from engine.pooling_intake import PoolingIntake, PoolingModel
+from engine.pooling.intake import PoolingIntake, PoolingModel
+from engine.pooling.pooler import Pooler, sigmoid
+from engine.pooling.rows import sum_tokens
 from tests.engine.encoder_fixture import sentence_transformers_files
 from tests.engine.models_fixture import tiny_llama
 from tests.engine.toy import FaultyRunner, answer, next_token, toy_core, toy_limits, toy_runner

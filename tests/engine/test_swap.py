@@ -6,7 +6,7 @@ import pytest
 from engine.blocks import block_hash, root_hash
 from engine.errors import RequestError
 from engine.plan import BlockMove, MoveKind
-from engine.pooling import Pooler
+from engine.pooling.pooler import Pooler
 from engine.request import Request
 from engine.scheduler import Scheduler
 from engine.swap import SwapSpace

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import RequestError
 from engine.outputs import CompletionOutput, FinishReason, PoolingOutput, RequestOutput, TokenLogprob
-from engine.pooling_params import PoolingParams
+from engine.pooling.params import PoolingParams
 from engine.sampling_params import SamplingParams
 from engine.structured_output import StructuredOutput
 from jobs.errors import RowError

@@ -4,12 +4,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.encoder_runner import EncoderRunner
-from engine.encoder_scheduler import EncoderScheduler
+from engine.encoder.runner import EncoderRunner
+from engine.encoder.scheduler import EncoderScheduler
 from engine.errors import ConfigError
 from engine.info import EngineInfo
 from engine.loader.encoder_loader import LoadedEncoder
-from engine.pooling_intake import PoolingIntake, PoolingModel
+from engine.pooling.intake import PoolingIntake, PoolingModel
 
 # Rows and tokens of one step, see engine.build. Rows cost an encoder nothing: the tokens decide.
 _CPU_BUDGETS = (256, 2048)

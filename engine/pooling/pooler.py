@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.pooling_params import PoolingType
+from engine.pooling.params import PoolingType
 
 Activation = Callable[[np.ndarray], np.ndarray]
 

@@ -8,9 +8,9 @@ import numpy as np
 from engine.errors import RequestError
 from engine.messages import NewRequest
 from engine.outputs import PoolingOutput
-from engine.pooling import Pooler, sigmoid
-from engine.pooling_params import PoolingParams, PoolingTask, PoolingType
-from engine.pooling_prompts import PoolingPromptEncoder, TextPair
+from engine.pooling.params import PoolingParams, PoolingTask, PoolingType
+from engine.pooling.pooler import Pooler, sigmoid
+from engine.pooling.prompts import PoolingPromptEncoder, TextPair
 from engine.request import Request
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.models.encoder import Encoder, EncoderBatch
 from engine.plan import BlockMove, PlanRow, StepOutput, StepPlan
-from engine.pooled_rows import sum_tokens, wanted_places
+from engine.pooling.rows import sum_tokens, wanted_places
 from engine.runner import execute_within_memory
 
 
