@@ -7,6 +7,7 @@ the ledger is told. A crash between any two is mended by running it again.
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -49,6 +50,9 @@ def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callabl
         if (record := records.get(shard.index)) is not None and shard.index not in vanished
     }
     manifest = _join(spec, stores, planned, segments, state == "cancelling", on_progress)
+    view = ledger.view(spec.id)
+    times = {name: getattr(view, name) for name in ("in_progress_at", "started_at", "finalizing_at")}
+    manifest = manifest.model_copy(update={**times, "ended_at": int(time.time())})
     ledger.finish(_publish(stores, spec.layout, manifest), from_state=state)
 
 

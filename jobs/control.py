@@ -14,10 +14,12 @@ from redis.exceptions import LockError
 from redis.lock import Lock
 
 from jobs.assemble import assemble
+from jobs.attempts import left_in_storage
 from jobs.broker import CONTROL_QUEUE, PLAN, Tokens, model_queue, queue_key
-from jobs.errors import PagemillError, PreconditionFailed, RowError, ServiceUnreachable, StorageError
+from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, RowError, ServiceUnreachable, StorageError
 from jobs.ledger import Ledger
 from jobs.planner import Plan, Planned, dump_plan, load_plan, plan
+from jobs.records import Manifest
 from jobs.settings import Settings
 from jobs.spec import JobSpec
 from jobs.storage import Stores
@@ -47,19 +49,31 @@ class Control:
 
         In order: plan.jsonl is written, the shards are entered, the job is opened, tokens are sent. A crash between any
         two leaves the job `validating`, and the next call does all of it again to the same effect.
+
+        Storage is believed before the ledger, which may be a new one: a job that has a manifest has ended, a plan that
+        is there stands, and whole segments of its shards are taken over.
         """
         with self._only_one(job_id, "plan") as keep_lock:
             if keep_lock is None or self._ledger.state(job_id) != "validating":
                 return
             spec = self._ledger.spec(job_id)
             try:
-                planned = self._written_plan(spec, keep_lock)
+                stored = self._stored(spec.layout.plan)
+                if (manifest := self._stored(spec.layout.manifest)) is not None:
+                    # A job that was cancelled before it was planned has a manifest and no plan.
+                    stored_plan = Plan(0, 0, (), ()) if stored is None else load_plan(stored)
+                    self._ledger.restore(Manifest.model_validate_json(manifest), stored_plan)
+                    return
+                planned = self._written_plan(spec, keep_lock) if stored is None else load_plan(stored)
             except ServiceUnreachable:
                 raise  # not the job's fault: the sweeper sends it here again
             except PagemillError as error:
                 self._refuse(spec, [RowError(code=error.code, message=str(error))])
                 return
             if planned is not None and self._ledger.add_shards(job_id, planned.shards) == "ok":
+                if stored is not None:
+                    left = left_in_storage(self._stores, spec.layout, planned, keep_lock)
+                    self._ledger.adopt(job_id, left.segments, left.fence)
                 self._ledger.open(
                     spec,
                     shards=len(planned.shards),
@@ -126,6 +140,12 @@ class Control:
             wanted = min(count, max(slots[model] - leased[model], 1))
             queued = int(self._ledger.client.llen(queue_key(model_queue(model))))
             self._tokens.work(model, wanted - queued)
+
+    def _stored(self, url: str) -> bytes | None:
+        try:
+            return self._stores.read(url)
+        except ObjectNotFound:
+            return None
 
     def _written_plan(self, spec: JobSpec, keep_lock: "KeepLock") -> Plan | None:
         """The plan that is in storage, written now if there is none; None where bad rows fail the job.

@@ -4,6 +4,7 @@
     jobs/<id>/plan.jsonl                               the shards
     jobs/<id>/input.jsonl                              the input, where workers could not read the original
     jobs/<id>/att/<shard>/<fence>-<attempt>.jsonl      the segment of one attempt, and its errors beside it
+    jobs/<id>/att/<shard>/<fence>-<attempt>.json       its record, put after both: the segment is whole
     jobs/<id>/remaining.jsonl                          what a cancelled job has not done, ready to submit
     jobs/<id>/manifest.json                            written last: what the result consists of
 
@@ -11,8 +12,13 @@ Keys of segments are never used again: the fence only grows, and the attempt is 
 was rolled back hand out a fence twice.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+_ATTEMPT = re.compile(r".*/att/(\d{6,})/(\d{10,})-(\w+)(\..+)")
+_RECORD_SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,39 @@ class JobLayout:
 
     def segment(self, shard: int, fence: int, attempt: str, part: str = "") -> str:
         """The object of one attempt; `part` tells its error lines (`.errors`) from its output lines."""
-        return f"{self.root}/att/{shard:06}/{fence:010}-{attempt}{part}.jsonl"
+        return f"{self.attempts}{shard:06}/{fence:010}-{attempt}{part}.jsonl"
+
+    @property
+    def attempts(self) -> str:
+        """What the URLs of all attempts' objects start with."""
+        return f"{self.root}/att/"
+
+    def record(self, shard: int, fence: int, attempt: str) -> str:
+        """The commit record of one attempt as it was before the commit."""
+        return f"{self.attempts}{shard:06}/{fence:010}-{attempt}{_RECORD_SUFFIX}"
+
+
+class AttemptObject(NamedTuple):
+    """What the URL of an attempt's object says."""
+
+    shard: int
+    fence: int
+    attempt: str
+    is_record: bool
+
+
+def attempt_object(url: str) -> AttemptObject | None:
+    """The attempt that an object below `JobLayout.attempts` is of; None for anything else."""
+    found = _ATTEMPT.fullmatch(url)
+    if found is None:
+        return None
+    shard, fence, attempt, suffix = found.groups()
+    return AttemptObject(int(shard), int(fence), attempt, suffix == _RECORD_SUFFIX)
+
+
+def jobs_prefix(storage_url: str) -> str:
+    """What the URLs of all jobs' objects start with; a job's folder is named by its id."""
+    return f"{storage_url}/jobs/"
 
 
 def absolute_url(location: str) -> str:

@@ -17,7 +17,7 @@ Every change is one Lua script that may be run twice: the client repeats a comma
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import islice
@@ -41,12 +41,13 @@ from jobs.records import (
     load_record,
 )
 from jobs.settings import mask
-from jobs.shards import Shard, dump_shard, load_shard
+from jobs.shards import Plan, Shard, dump_shard, load_shard
 from jobs.spec import JobSpec, model_key
 
 Verdict = Literal["ok", "superseded", "lost", "stop"]
 
 _COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
+_TIMES = ("in_progress_at", "started_at", "finalizing_at")
 _CHUNK = 500
 _UNDRIVEN = "no control worker plans, assembles and sweeps; start `pagemill worker --control`"
 
@@ -128,6 +129,7 @@ class Ledger:
         names = (
             "create",
             "add_shards",
+            "adopt",
             "open",
             "lease",
             "beat",
@@ -162,6 +164,16 @@ class Ledger:
                 return cast(str, reply)
         return "ok"
 
+    def adopt(self, job_id: str, segments: Mapping[int, SegmentRecord], fence: int) -> str:
+        """Enter segments that another ledger's attempts left: see lua/adopt.lua. Call it after `add_shards`."""
+        waiting = iter(sorted(segments.items()))
+        while True:
+            some = list(islice(waiting, _CHUNK))
+            args = [item for shard, record in some for item in (shard, record.model_dump_json(), *_counts(record))]
+            reply = cast(str, self._run("adopt", self._keys(job_id, "job", "ready", "commit"), [fence, *args]))
+            if reply != "ok" or len(some) < _CHUNK:
+                return reply
+
     def open(self, spec: JobSpec, *, shards: int, rows: int, errors: Sequence[RowError], error_count: int) -> str:
         """The plan is complete: workers may lease. 'ok', or the state that forbids it."""
         fields = {"rows": rows, "errors": _dump_errors(errors), "error_count": error_count}
@@ -180,13 +192,20 @@ class Ledger:
 
         The manifest's counts replace the commits', which know nothing of the rows of dead shards.
         """
+        return self._finish(manifest.job_id, from_state, manifest.state, _result(manifest), manifest.ended_at)
+
+    def restore(self, manifest: Manifest, plan: Plan) -> str:
+        """End a job that another ledger saw end, as its manifest says. 'ok', or the state that forbids it."""
         fields = {
-            **dict(zip(_COUNTERS, _counts(manifest), strict=True)),
-            "output_url": manifest.output.url,
-            "error_url": manifest.errors.url if manifest.errors else "",
-            "remaining_url": manifest.remaining or "",
+            "rows": plan.rows,
+            "total": len(plan.shards),
+            "settled": len(manifest.segments),
+            "errors": _dump_errors(plan.first_errors),
+            "error_count": plan.bad,
+            **{name: at for name in _TIMES if (at := getattr(manifest, name)) is not None},
+            **_result(manifest),
         }
-        return self._finish(manifest.job_id, from_state, manifest.state, fields)
+        return self._finish(manifest.job_id, "validating", manifest.state, fields, manifest.ended_at)
 
     def stall(self, job_id: str, reason: str) -> None:
         """Let people see why a job does not come to its end."""
@@ -280,6 +299,13 @@ class Ledger:
         """Why shards were put back last."""
         return {int(k): v for k, v in cast(dict[str, str], self.client.hgetall(self._key(job_id, "faults"))).items()}
 
+    def unknown(self, job_ids: Sequence[str]) -> list[str]:
+        """Those of the jobs that are not in the ledger."""
+        pipe = self.client.pipeline(transaction=False)
+        for job_id in job_ids:
+            pipe.exists(self._key(job_id, "job"))
+        return [job_id for job_id, known in zip(job_ids, pipe.execute(), strict=True) if not known]
+
     def live_jobs(self) -> list[str]:
         """The jobs that have not ended, oldest first."""
         return cast(list[str], self.client.zrange("pm:live", 0, -1))
@@ -352,10 +378,12 @@ class Ledger:
     def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
         return self._scripts[name](keys=keys, args=args)
 
-    def _finish(self, job_id: str, from_state: str, to_state: str, fields: dict[str, Any]) -> str:
+    def _finish(
+        self, job_id: str, from_state: str, to_state: str, fields: dict[str, Any], ended_at: int | None = None
+    ) -> str:
         keys = self._keys(job_id, "job", "ready", "leases", "own", "progress", "shards")
         keys = [keys[0], "pm:live", self._active(job_id), *keys[1:]]
-        return cast(str, self._run("finish", keys, [job_id, from_state, to_state, _now(), *_flat(fields)]))
+        return cast(str, self._run("finish", keys, [job_id, from_state, to_state, ended_at or _now(), *_flat(fields)]))
 
     def _release(self, lease: Lease, fault: str, rest: float) -> bool:
         keys = self._keys(lease.job_id, "ready", "leases", "own", "tries", "progress", "faults")
@@ -432,6 +460,15 @@ def _counts(of: SegmentRecord | Manifest) -> list[int]:
     """In the order of `_COUNTERS`."""
     usage = of.usage
     return [of.ok, of.failed, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+
+
+def _result(manifest: Manifest) -> dict[str, Any]:
+    return {
+        **dict(zip(_COUNTERS, _counts(manifest), strict=True)),
+        "output_url": manifest.output.url,
+        "error_url": manifest.errors.url if manifest.errors else "",
+        "remaining_url": manifest.remaining or "",
+    }
 
 
 def _dump_errors(errors: Sequence[RowError]) -> str:

@@ -100,7 +100,10 @@ class ResultFile(_Frozen):
 
 
 class Manifest(_Frozen):
-    """The truth about a finished job: readers need nothing else. It lists exactly one segment a shard, in order."""
+    """The truth about a finished job: readers need nothing else. It lists exactly one segment a shard, in order.
+
+    The times are those of `JobView`; `ended_at` is when the manifest was made.
+    """
 
     job_id: str
     spec_fingerprint: str
@@ -114,6 +117,10 @@ class Manifest(_Frozen):
     remaining: str | None
     engines: tuple[str, ...]
     segments: tuple[ManifestSegment, ...]
+    in_progress_at: int | None = None
+    started_at: int | None = None
+    finalizing_at: int | None = None
+    ended_at: int | None = None
 
 
 class JobView(_Frozen):

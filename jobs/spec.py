@@ -16,7 +16,8 @@ from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 
 OnBadRow = Literal["fail", "skip"]
-JobId = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+JOB_ID_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
+JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 

@@ -66,9 +66,12 @@ class Spool:
         self._usage += outcome.usage
 
     def put(self, spec: JobSpec, lease: Lease, stores: Stores, engine: str) -> SegmentRecord:
-        """Put the segment under the attempt's own keys, and return the record to commit. May be repeated."""
+        """Put the segment under the attempt's own keys, and return the record to commit. May be repeated.
+
+        The record is put too, last: where it is, both parts are, and a ledger that was lost finds them by it.
+        """
         shard, fence, attempt = lease.shard.index, lease.fence, lease.attempt
-        return SegmentRecord(
+        record = SegmentRecord(
             attempt=attempt,
             fence=fence,
             ok=self.ok,
@@ -78,6 +81,8 @@ class Spool:
             errors=self._errors.put(stores, spec.layout.segment(shard, fence, attempt, ".errors")),
             engine=engine,
         )
+        stores.put(spec.layout.record(shard, fence, attempt), record.model_dump_json().encode())
+        return record
 
     def __enter__(self) -> Self:
         return self

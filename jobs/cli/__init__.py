@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jobs.cli.doctor import doctor
 from jobs.cli.inspect import cancel, errors, list_jobs, results, status, watch
+from jobs.cli.recover import recover
 from jobs.cli.run import run
 from jobs.cli.services import up
 from jobs.cli.submit import submit
@@ -36,7 +37,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "errors": errors,
     },
     "Services": {"up": up},
-    "Operations": {"doctor": doctor},
+    "Operations": {"doctor": doctor, "recover": recover},
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import islice
 from uuid import uuid4
 
 import typer
@@ -12,8 +13,11 @@ from jobs.cli.options import Json
 from jobs.cli.show import print_json, stdout
 from jobs.errors import EXIT_UNREACHABLE, PagemillError
 from jobs.ledger import Ledger, connect
+from jobs.recover import Unusable, lost_jobs
 from jobs.settings import Settings, mask, settings
 from jobs.storage import Stores
+
+_LOST_SHOWN = 5
 
 
 def doctor(json: Json = False) -> None:
@@ -22,6 +26,7 @@ def doctor(json: Json = False) -> None:
     checks: dict[str, Callable[[Settings], str]] = {
         "redis": _redis,
         "storage": _storage,
+        "lost jobs": _lost_jobs,
         "workers": _workers,
         "engine": _engine,
         "embedded valkey": _embedded,
@@ -71,6 +76,18 @@ def _storage(config: Settings) -> str:
         raise PagemillError(f"{config.storage_url} gave back other bytes than were written.")
     atomic = stores.supports_conditional_put(url)
     return f"{config.storage_url} can be written and read; conditional PUT: {'yes' if atomic else 'no'}"
+
+
+def _lost_jobs(config: Settings) -> str:
+    lost = lost_jobs(config.storage_url, Ledger(connect(config.ledger_url)), Stores(config))
+    some = [one.job_id if isinstance(one, Unusable) else one.id for one in islice(lost, _LOST_SHOWN)]
+    if some:
+        many = "" if len(some) < _LOST_SHOWN else ", ..."
+        raise PagemillError(
+            f"{config.storage_url} has jobs that Redis does not know: {', '.join(some)}{many}.",
+            hint="`pagemill recover` enters them again.",
+        )
+    return "none: Redis knows all jobs that the storage has"
 
 
 def _workers(config: Settings) -> str:

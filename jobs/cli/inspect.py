@@ -10,6 +10,7 @@ from jobs.cli.options import Json
 from jobs.cli.show import exit_code, follow, print_job, print_jobs, print_json
 from jobs.errors import UsageError
 from jobs.layout import absolute_url
+from jobs.recover import is_lost
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 To = Annotated[str | None, typer.Option("--output", "-o", help="A file to write to instead of standard output.")]
@@ -17,7 +18,13 @@ To = Annotated[str | None, typer.Option("--output", "-o", help="A file to write 
 
 def status(job: JobArgument, json: Json = False) -> None:
     """Show one job: its state, its counts, and why it waits if it does."""
-    view = open_client().ledger.view(job)
+    client = open_client()
+    try:
+        view = client.ledger.view(job)
+    except UsageError as error:
+        if is_lost(job, client.settings.storage_url, client.stores):
+            error.hint = "Storage has it, so Redis has lost its data: `pagemill recover` enters it again."
+        raise
     print_json(view.as_dict()) if json else print_job(view)
 
 

@@ -81,6 +81,9 @@ class Stores:
     def list(self, prefix_url: str) -> Iterator[ObjectInfo]:
         return self.at(prefix_url).list(prefix_url)
 
+    def folders(self, prefix_url: str) -> Iterator[str]:
+        return self.at(prefix_url).folders(prefix_url)
+
     def delete(self, urls: Iterable[str]) -> None:
         for scheme, group in groupby(urls, _scheme):
             self.at(f"{scheme}://").delete(group)

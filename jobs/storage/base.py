@@ -94,6 +94,10 @@ class Store(Protocol):
         """The objects whose URL starts with that string, in the byte order of their URLs."""
         ...
 
+    def folders(self, prefix_url: str) -> Iterator[str]:
+        """The names between that string, which ends with a slash, and the next slash, of all objects, each once."""
+        ...
+
     def delete(self, urls: Iterable[str]) -> None:
         """Removes objects; one that is not there is no error."""
         ...

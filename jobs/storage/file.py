@@ -195,6 +195,10 @@ class FileStore:
                 with suppress(ObjectNotFound):
                     yield self.head(_url_like(prefix_url, path))
 
+    def folders(self, prefix_url: str) -> Iterator[str]:
+        with explained(prefix_url, "list"), suppress(FileNotFoundError), os.scandir(path_of(prefix_url)) as entries:
+            yield from sorted((e.name for e in entries if e.is_dir(follow_symlinks=False)), key=os.fsencode)
+
     def delete(self, urls: Iterable[str]) -> None:
         for url in urls:
             with suppress(ObjectNotFound), explained(url, "delete"):

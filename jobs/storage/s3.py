@@ -154,6 +154,14 @@ class S3Store:
                 for entry in page.get("Contents", []):
                     yield ObjectInfo(f"s3://{bucket}/{entry['Key']}", entry["Size"], unquoted(entry["ETag"]))
 
+    def folders(self, prefix_url: str) -> Iterator[str]:
+        bucket, prefix = split_url(prefix_url)
+        with explained("ListObjectsV2", prefix_url, self._endpoint):
+            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
+            for page in pages:
+                for entry in page.get("CommonPrefixes", []):
+                    yield entry["Prefix"].removeprefix(prefix).removesuffix("/")
+
     def delete(self, urls: Iterable[str]) -> None:
         left = iter(urls)
         while batch := [self._object(url) for url in islice(left, _DELETE_BATCH)]:

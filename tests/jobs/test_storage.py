@@ -289,3 +289,10 @@ def test_whether_an_object_could_be_written_is_found_out_without_writing_one(pla
     place.stores.check_writable(place.url("new/out.jsonl"))
     assert list(place.stores.list(place.base)) == []
     assert place.leftovers() == []
+
+
+def test_folders_are_named_once_each(place: Place) -> None:
+    for name in ("a/1", "a/2", "b/deep/3", "c"):
+        place.stores.put(place.url(name), b"x")
+    assert list(place.stores.folders(f"{place.base}/")) == ["a", "b"]
+    assert list(place.stores.folders(place.url("none/"))) == []

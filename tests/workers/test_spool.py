@@ -60,7 +60,11 @@ def test_no_object_is_put_for_no_lines(lease: Lease) -> None:
         spool.add(ResultLines(b"one\n", None), ANSWER)
         record = spool.put(lease.spec, lease, stores, "")
     assert record.errors is None
-    assert [info.url for info in stores.list(lease.spec.layout.root)] == [lease.spec.layout.segment(2, 7, "attempt")]
+    layout = lease.spec.layout
+    assert [info.url for info in stores.list(layout.root)] == [
+        layout.record(2, 7, "attempt"),
+        layout.segment(2, 7, "attempt"),
+    ]
 
 
 def test_its_files_are_gone_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
