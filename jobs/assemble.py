@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from jobs.errors import ObjectNotFound, PreconditionFailed, RowError
+from jobs.errors import InputChanged, ObjectNotFound, PreconditionFailed, RowError
 from jobs.layout import JobLayout
 from jobs.ledger import Ledger
-from jobs.planner import Plan, Shard, load_plan, shard_rows
+from jobs.planner import Plan, Shard, load_plan, raw_lines, shard_rows
 from jobs.records import DeadShard, Manifest, ManifestSegment, Part, ResultFile, SegmentRecord, Usage
 from jobs.results import lines_for
 from jobs.rows import Row
@@ -176,15 +176,12 @@ def _write_remaining(spec: JobSpec, stores: Stores, planned: Plan, segments: dic
 
     None where the input is no longer the one that was submitted: what is done is kept all the same.
     """
-    missing = [(s.start, s.end) for s in planned.shards if s.index not in segments]
-    if not planned.shards:
-        missing = [(0, spec.input.size)]
+    missing = [shard for shard in planned.shards if shard.index not in segments] if planned.shards else None
     try:
-        with stores.writer(spec.layout.remaining, sum(end - start for start, end in missing)) as writer:
-            for start, end in missing:
-                for piece in stores.stream(spec.input.url, start, end, spec.input.etag):
-                    writer.write(piece)
-    except (ObjectNotFound, PreconditionFailed) as error:
+        with stores.writer(spec.layout.remaining) as writer:
+            for piece in raw_lines(spec, stores, missing):
+                writer.write(piece)
+    except (ObjectNotFound, InputChanged) as error:
         log.warning("job %s: no file of what is left to do: %s", spec.id, error)
         return None
     return spec.layout.remaining

@@ -79,6 +79,7 @@ class RowError(BaseModel):
     """Why one row has no result: what is wrong, with which field, and where in the input.
 
     `line` is 1-based, `byte` is the 0-based offset of that line's first byte, `param` is a dotted path into the row.
+    `file` is the URL of the file, where the input has several.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -89,3 +90,4 @@ class RowError(BaseModel):
     line: int | None = None
     byte: int | None = None
     custom_id: str | None = None
+    file: str | None = None

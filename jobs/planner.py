@@ -10,17 +10,18 @@ The errors beyond the first hundred are on disk. Only where ids may repeat is th
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jobs.duplicates import IdDigests, Repeats
-from jobs.errors import InputChanged, PagemillError, PreconditionFailed, RowError
-from jobs.formats.jsonl import Line, iter_lines
+from jobs.errors import InputChanged, PagemillError, RowError
+from jobs.formats.jsonl import Line
 from jobs.pooling import Pooling
 from jobs.row_fields import shown
 from jobs.rows import Row, parse_row
 from jobs.settings import Settings
 from jobs.shards import Plan, RowErrors, Shard, dump_plan, dump_shard, load_plan, load_shard
+from jobs.source import Source, direct, read_lines, source_of
 from jobs.spec import JobSpec
 from jobs.storage import Store
 
@@ -34,6 +35,7 @@ __all__ = [
     "load_plan",
     "load_shard",
     "plan",
+    "raw_lines",
     "shard_rows",
 ]
 
@@ -69,10 +71,11 @@ def plan(
     `on_progress` hears the rows and bytes read so far, every few megabytes. Raises InputChanged where the input is
     not the version that the job was submitted with, and PagemillError (`empty_file`) where it has no row.
     """
-    cutter = _Cutter(spec, limits)
+    source = direct(spec.input)
+    cutter = _Cutter(spec, source, limits)
     digests = IdDigests()
     errors = RowErrors()
-    for planned in _read(spec, stores, _whole(spec), lambda size: on_progress(cutter.rows, size)):
+    for planned in _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, size)):
         match planned.row:
             case RowError() as error:
                 errors.add(error)
@@ -85,8 +88,8 @@ def plan(
         raise PagemillError("The input has no rows.", code="empty_file", hint="Each line is to be a JSON object.")
     shards = cutter.finish()
     if repeated := digests.repeated():
-        everything = _read(spec, stores, _whole(spec), lambda size: on_progress(cutter.rows, spec.input.size))
-        shards, errors = _with_duplicates(everything, shards, errors, Repeats(repeated))
+        everything = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, source.end))
+        shards, errors = _with_duplicates(spec, everything, shards, errors, Repeats(repeated))
     return Planned(cutter.rows, errors.count, tuple(shards), tuple(errors.first), errors)
 
 
@@ -97,7 +100,7 @@ def shard_rows(spec: JobSpec, stores: Store, shard: Shard) -> Iterator[PlannedRo
     """
     duplicates = frozenset(shard.duplicates)
     count = 0
-    for planned in _read(spec, stores, shard, lambda size: None):
+    for planned in _read(spec, stores, source_of(spec, stores), shard, lambda size: None):
         count += 1
         if planned.index in duplicates and isinstance(planned.row, Row):
             planned = replace(planned, row=_duplicate(planned.row))
@@ -106,29 +109,28 @@ def shard_rows(spec: JobSpec, stores: Store, shard: Shard) -> Iterator[PlannedRo
         raise InputChanged(f"Shard {shard.index} has {count} rows, and {shard.rows} were planned.")
 
 
-def _whole(spec: JobSpec) -> Shard:
-    return Shard(index=0, first_row=0, rows=0, start=0, end=spec.input.size, first_line=1)
+def raw_lines(spec: JobSpec, stores: Store, shards: Sequence[Shard] | None) -> Iterator[bytes]:
+    """The bytes of these shards' lines, of all lines for None, each with a line end; but for those that are too long.
+
+    Raises InputChanged as `shard_rows` does.
+    """
+    source = source_of(spec, stores)
+    for shard in [_whole(source)] if shards is None else shards:
+        for line in read_lines(spec, stores, source, shard.start, shard.end, shard.first_line):
+            if line.data is not None:
+                yield line.data + b"\n"
 
 
-def _read(spec: JobSpec, stores: Store, part: Shard, on_bytes: Callable[[int], None]) -> Iterator[PlannedRow]:
-    chunks = _pinned_chunks(spec, stores, part, on_bytes)
-    lines = iter_lines(chunks, spec.max_line_bytes, first_number=part.first_line, offset=part.start)
+def _whole(source: Source) -> Shard:
+    return Shard(index=0, first_row=0, rows=0, start=0, end=source.end, first_line=1)
+
+
+def _read(
+    spec: JobSpec, stores: Store, source: Source, part: Shard, on_read: Callable[[int], None]
+) -> Iterator[PlannedRow]:
+    lines = read_lines(spec, stores, source, part.start, part.end, part.first_line, on_read)
     for index, line in enumerate(lines, part.first_row):
         yield PlannedRow(index, line, parse_row(line, spec))
-
-
-def _pinned_chunks(spec: JobSpec, stores: Store, part: Shard, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
-    size = 0
-    try:
-        for chunk in stores.stream(spec.input.url, part.start, part.end, spec.input.etag):
-            yield chunk
-            size += len(chunk)
-            on_bytes(size)
-    except PreconditionFailed as error:
-        raise InputChanged(
-            f"{spec.input.url} has changed since the job was submitted.",
-            hint="Submit the job again, and leave its input alone while it runs.",
-        ) from error
 
 
 def _tokens(line: Line, row: Row) -> int:
@@ -142,9 +144,11 @@ def _tokens(line: Line, row: Row) -> int:
 class _Cutter:
     """Cuts after the row with which a shard has enough tokens or rows; never makes an empty shard."""
 
-    def __init__(self, spec: JobSpec, limits: Settings) -> None:
-        self._size = spec.input.size
-        self._max_tokens = max(limits.min_shard_tokens, spec.input.size // _BYTES_PER_TOKEN // MAX_SHARDS)
+    def __init__(self, spec: JobSpec, source: Source, limits: Settings) -> None:
+        self._source = source
+        self._max_tokens = max(
+            limits.min_shard_tokens, max(spec.input.size, source.end) // _BYTES_PER_TOKEN // MAX_SHARDS
+        )
         self._max_rows = limits.max_shard_rows
         self._shards: list[Shard] = []
         self._start, self._end = 0, 0
@@ -154,7 +158,7 @@ class _Cutter:
 
     def add(self, line: Line, tokens: int) -> None:
         self.rows += 1
-        self._end = line.end
+        self._end = self._source.starts[line.file] + line.end
         self._next_line = line.number + 1
         self._tokens += tokens
         if self._tokens >= self._max_tokens or self.rows - self._first_row >= self._max_rows:
@@ -164,7 +168,7 @@ class _Cutter:
         """The shards; the last one has the blank lines at the end of the file too."""
         if self.rows > self._first_row:
             self._cut()
-        self._shards[-1] = replace(self._shards[-1], end=self._size)
+        self._shards[-1] = replace(self._shards[-1], end=self._source.end)
         return self._shards
 
     def _cut(self) -> None:
@@ -183,7 +187,7 @@ class _Cutter:
 
 
 def _with_duplicates(
-    everything: Iterable[PlannedRow], shards: list[Shard], errors: RowErrors, repeats: Repeats
+    spec: JobSpec, everything: Iterable[PlannedRow], shards: list[Shard], errors: RowErrors, repeats: Repeats
 ) -> tuple[list[Shard], RowErrors]:
     """The shards with their duplicates, and the errors with one for each of them, in line order."""
     found = RowErrors()
@@ -195,7 +199,10 @@ def _with_duplicates(
             found.add(_duplicate(row))
             in_shard[bisect_right(first_rows, planned.index) - 1].append(planned.index)
     merged = RowErrors()
-    for error in heapq.merge(errors, found, key=lambda error: error.line or 0):
+    order = {file.url: place for place, file in enumerate(spec.input.files)}
+    for error in heapq.merge(
+        errors, found, key=lambda error: (order[error.file] if error.file else 0, error.line or 0)
+    ):
         merged.add(error)
     return [replace(shard, duplicates=tuple(in_shard[shard.index])) for shard in shards], merged
 
@@ -208,4 +215,5 @@ def _duplicate(row: Row) -> RowError:
         line=row.line,
         byte=row.offset,
         custom_id=row.custom_id,
+        file=row.file,
     )

@@ -105,9 +105,10 @@ def error_line(spec: JobSpec, index: int, line: Line, row: Row | None, error: Ro
     custom_id = row.custom_id if row else error.custom_id
     if not isinstance(spec.rows, RecordRows):
         return _openai_error(spec, index, custom_id, line, error)
-    head = dumps(
-        {"custom_id": custom_id, "line": line.number, "byte": line.offset, "error": _error(error), "record": None}
-    )
+    place: dict[str, Any] = {"line": line.number, "byte": line.offset}
+    if error.file is not None:
+        place["file"] = error.file
+    head = dumps({"custom_id": custom_id, **place, "error": _error(error), "record": None})
     if line.data is None or not is_object(line.data):
         return head + b"\n"
     return b"".join((head.removesuffix(b"null}"), line.data, b"}\n"))

@@ -38,7 +38,7 @@ _SAMPLING_COLUMNS = {
 class Row:
     """One request of a job.
 
-    `line` and `offset` are its place in the input. `source` is the line as it was read and `record` the object in it.
+    `line` and `offset` are its place in the input, in `file` where there are several. `source` is the line as it was read and `record` the object in it.
     `kind` says whether the prompt is put through the model's chat template: messages are; a plain prompt of a record
     is, as one user message; a prompt of a completions request, token ids and what is embedded are not. There is one
     prompt, but for an embedding, which may have several. A record's `custom_id` column
@@ -54,6 +54,7 @@ class Row:
     lora: str | None
     record: dict[str, Any]
     source: bytes
+    file: str | None = None
 
 
 def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
@@ -64,6 +65,7 @@ def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
             message=f"This line is longer than {spec.max_line_bytes} bytes.",
             line=line.number,
             byte=line.offset,
+            file=_file(line, spec),
         )
     custom_id: str | None = None
     try:
@@ -80,8 +82,14 @@ def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
             line=line.number,
             byte=line.offset,
             custom_id=custom_id and _sayable(custom_id),
+            file=_file(line, spec),
         )
-    return Row(line.number, line.offset, custom_id, *request, record, line.data)
+    return Row(line.number, line.offset, custom_id, *request, record, line.data, _file(line, spec))
+
+
+def _file(line: Line, spec: JobSpec) -> str | None:
+    files = spec.input.files
+    return files[line.file].url if len(files) > 1 else None
 
 
 def _sayable(text: str) -> str:

@@ -19,17 +19,52 @@ OnBadRow = Literal["fail", "skip"]
 JOB_ID_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
 
+Format = Literal["jsonl", "csv", "tsv", "parquet"]
+Compression = Literal["gzip", "zstd", "bz2"]
+
 MAX_LINE_BYTES = 16 * 1024 * 1024
 
 
-class InputRef(BaseModel):
-    """The input object, pinned: a job fails rather than mix the rows of two versions."""
+class InputFile(BaseModel):
+    """One file of the input, pinned: a job fails rather than mix the rows of two versions.
+
+    `rows` is known where the file says it, which Parquet does.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     url: str
     size: int
     etag: str
+    compression: Compression | None = None
+    rows: int | None = None
+
+
+class Input(BaseModel):
+    """What the rows are: of the files, in order and all of one format, those that are asked for.
+
+    `limit` keeps the first rows; `sample` keeps so many, drawn by `sample_seed`, in their order. Both count bad rows
+    too.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    files: tuple[InputFile, ...] = Field(min_length=1)
+    format: Format = "jsonl"
+    limit: int | None = Field(default=None, ge=1)
+    sample: int | None = Field(default=None, ge=1)
+    sample_seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "Input":
+        if self.limit is not None and self.sample is not None:
+            raise ValueError("limit and sample exclude each other")
+        return self
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files, as they are stored."""
+        return sum(file.size for file in self.files)
 
 
 class OpenAIRows(BaseModel):
@@ -79,7 +114,7 @@ class JobSpec(BaseModel):
     """Where the job's own objects lie; see `layout`."""
     model: str
     model_aliases: tuple[str, ...] = ()
-    input: InputRef
+    input: Input
     output_url: str
     error_url: str
     rows: RowShape

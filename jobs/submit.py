@@ -16,7 +16,7 @@ from jobs.ledger import Ledger
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 from jobs.settings import Settings
-from jobs.spec import InputRef, JobSpec, OnBadRow, OpenAIRows, RecordRows, new_job_id
+from jobs.spec import Input, InputFile, JobSpec, OnBadRow, OpenAIRows, RecordRows, new_job_id
 from jobs.storage import Stores
 from jobs.storage.file import path_of
 
@@ -55,7 +55,7 @@ def prepare(
             storage_url=settings.storage_url,
             model=model,
             model_aliases=model_aliases,
-            input=_place_input(source, layout, stores),
+            input=Input(files=(_place_input(source, layout, stores),)),
             output_url=output_url,
             error_url=errors_beside(output_url),
             rows=rows,
@@ -84,7 +84,7 @@ def _check_output(url: str, source: str, stores: Stores) -> None:
     stores.check_writable(url)
 
 
-def _place_input(source: str, layout: JobLayout, stores: Stores) -> InputRef:
+def _place_input(source: str, layout: JobLayout, stores: Stores) -> InputFile:
     if source == _STDIN:
         with stores.writer(layout.input) as writer:
             while piece := sys.stdin.buffer.read(1 << 20):
@@ -103,11 +103,11 @@ def _place_input(source: str, layout: JobLayout, stores: Stores) -> InputRef:
     return _pinned(url, stores)
 
 
-def _pinned(url: str, stores: Stores) -> InputRef:
+def _pinned(url: str, stores: Stores) -> InputFile:
     try:
         info = stores.head(url)
     except ObjectNotFound as error:
         raise UsageError(f"There is no object {url}.", code="input_not_found") from error
     if info.size == 0:
         raise UsageError(f"{url} is empty.", code="empty_file", hint="Each line is to be a JSON object.")
-    return InputRef(url=info.url, size=info.size, etag=info.etag)
+    return InputFile(url=info.url, size=info.size, etag=info.etag)

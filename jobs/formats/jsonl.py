@@ -18,17 +18,18 @@ class Line(NamedTuple):
     """One line of a file: `number` counts from 1, and [`offset`, `end`) are its bytes with the line end.
 
     `data` is the line without its end (LF or CR LF) and without a byte order mark, or None where the line is longer
-    than the limit.
+    than the limit. `file` is the file's place among those of the input.
     """
 
     number: int
     offset: int
     end: int
     data: bytes | None
+    file: int = 0
 
 
 def iter_lines(
-    chunks: Iterable[bytes], max_line_bytes: int, *, first_number: int = 1, offset: int = 0
+    chunks: Iterable[bytes], max_line_bytes: int, *, first_number: int = 1, offset: int = 0, file: int = 0
 ) -> Iterator[Line]:
     """The lines of a file, whose bytes from `offset` on come in pieces of any size.
 
@@ -48,34 +49,34 @@ def iter_lines(
         if not rest:
             continue
         end = offset + held + 1
-        yield from _line(number, offset, end, parts, held)
+        yield from _line(number, offset, end, parts, held, file)
         number += 1
         offset = end
         tail = rest.pop()
         for data in rest:
             end = offset + len(data) + 1
             if len(data) > max_line_bytes:
-                yield Line(number, offset, end, None)
+                yield Line(number, offset, end, None, file)
             elif data and not data.isspace():
-                yield Line(number, offset, end, data[:-1] if data[-1] == _CR else data)
+                yield Line(number, offset, end, data[:-1] if data[-1] == _CR else data, file)
             number += 1
             offset = end
         held = len(tail)
         parts = [tail] if held <= max_line_bytes else []
     if held:
-        yield from _line(number, offset, offset + held, parts, held)
+        yield from _line(number, offset, offset + held, parts, held, file)
 
 
-def _line(number: int, offset: int, end: int, parts: list[bytes], held: int) -> Iterator[Line]:
+def _line(number: int, offset: int, end: int, parts: list[bytes], held: int, file: int) -> Iterator[Line]:
     """The line made of `parts`: none where it is blank, and one without data where the parts were given up."""
     if held and not parts:
-        yield Line(number, offset, end, None)
+        yield Line(number, offset, end, None, file)
         return
     data = b"".join(parts)
     if offset == 0:
         data = data.removeprefix(codecs.BOM_UTF8)
     if data and not data.isspace():
-        yield Line(number, offset, end, data.removesuffix(b"\r"))
+        yield Line(number, offset, end, data.removesuffix(b"\r"), file)
 
 
 def dumps(value: Any) -> bytes:

@@ -16,7 +16,7 @@ from jobs.records import SegmentRecord, Usage
 from jobs.results import Choice, Completion, lines_for
 from jobs.rows import Row
 from jobs.settings import Settings
-from jobs.spec import InputRef, JobSpec, RecordRows
+from jobs.spec import Input, InputFile, JobSpec, RecordRows
 from jobs.storage import Stores
 from jobs.submit import enter
 from tests.jobs.ledgers import TTL
@@ -52,7 +52,7 @@ class Site:
             **{
                 "id": f"job_{name}",
                 "rows": RecordRows(prompt_column="prompt"),
-                "input": InputRef(url=info.url, size=info.size, etag=info.etag),
+                "input": Input(files=(InputFile(url=info.url, size=info.size, etag=info.etag),)),
                 "storage_url": self.settings.storage_url,
                 "output_url": output,
                 "error_url": errors_beside(output),

@@ -5,7 +5,7 @@ from typing import Any
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
 from jobs.rows import Row, parse_row
-from jobs.spec import InputRef, JobSpec, OpenAIRows, RecordRows
+from jobs.spec import Input, InputFile, JobSpec, OpenAIRows, RecordRows
 
 
 def openai_spec(**fields: Any) -> JobSpec:
@@ -13,7 +13,7 @@ def openai_spec(**fields: Any) -> JobSpec:
         "id": "batch_1",
         "created_at": 1_700_000_000,
         "model": "tiny",
-        "input": InputRef(url="file:///in.jsonl", size=1, etag="e"),
+        "input": Input(files=(InputFile(url="file:///in.jsonl", size=1, etag="e"),)),
         "storage_url": "file:///store",
         "output_url": "file:///out.jsonl",
         "error_url": "file:///err.jsonl",

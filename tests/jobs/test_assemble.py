@@ -207,7 +207,7 @@ def test_a_job_that_is_cancelled_before_it_is_planned_leaves_its_input(any_site:
     any_site.control.plan(spec.id)
     any_site.control.assemble(spec.id)
     assert any_site.ledger.state(spec.id) == "cancelled"
-    assert any_site.stores.read(spec.layout.remaining) == any_site.stores.read(spec.input.url)
+    assert any_site.stores.read(spec.layout.remaining) == any_site.stores.read(spec.input.files[0].url)
     assert any_site.stores.read(spec.output_url) == b""
 
 
@@ -215,7 +215,7 @@ def test_a_cancelled_job_whose_input_changed_keeps_what_is_done(any_site: Site) 
     spec = any_site.planned(8)
     any_site.work(spec, shards=1)
     any_site.ledger.cancel(spec.id)
-    any_site.stores.put(spec.input.url, b'{"prompt": "another"}\n')
+    any_site.stores.put(spec.input.files[0].url, b'{"prompt": "another"}\n')
     any_site.control.assemble(spec.id)
     view = any_site.ledger.view(spec.id)
     assert (view.state, view.done, view.remaining_url) == ("cancelled", 4, None)
@@ -256,7 +256,7 @@ def test_a_dead_shard_whose_input_changed_fails_the_job_by_name(site: Site) -> N
     assert lease is not None
     site.ledger.release(lease, "x")
     assert site.lease(spec) is None
-    site.stores.put(spec.input.url, b'{"prompt": "another"}\n' * 4)
+    site.stores.put(spec.input.files[0].url, b'{"prompt": "another"}\n' * 4)
     site.control.assemble(spec.id)
     view = site.ledger.view(spec.id)
     assert (view.state, [error.code for error in view.errors]) == ("failed", ["input_changed"])

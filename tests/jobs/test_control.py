@@ -96,7 +96,7 @@ def test_an_input_without_rows_fails_its_job(site: Site, data: bytes) -> None:
 
 def test_an_input_that_changed_after_the_submit_fails_its_job(site: Site) -> None:
     spec = site.submit(prompts(3))
-    site.stores.put(spec.input.url, b'{"prompt": "another"}\n')
+    site.stores.put(spec.input.files[0].url, b'{"prompt": "another"}\n')
     site.control.plan(spec.id)
     view = site.ledger.view(spec.id)
     assert (view.state, [error.code for error in view.errors]) == ("failed", ["input_changed"])
@@ -104,7 +104,7 @@ def test_an_input_that_changed_after_the_submit_fails_its_job(site: Site) -> Non
 
 def test_an_input_that_was_deleted_fails_its_job(site: Site) -> None:
     spec = site.submit(prompts(3))
-    site.stores.delete([spec.input.url])
+    site.stores.delete([spec.input.files[0].url])
     site.control.plan(spec.id)
     view = site.ledger.view(spec.id)
     assert (view.state, [error.code for error in view.errors]) == ("failed", ["not_found"])

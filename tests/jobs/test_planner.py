@@ -17,7 +17,7 @@ from jobs.planner import MAX_SHARDS, Plan, Planned, Shard, dump_plan, load_plan,
 from jobs.rows import Row
 from jobs.settings import Settings
 from jobs.shards import FIRST_ERRORS, dump_shard, load_shard
-from jobs.spec import InputRef, JobSpec
+from jobs.spec import Input, InputFile, JobSpec
 from jobs.storage import FileStore, Stores
 from tests.jobs.specs import openai_spec, record_spec, request
 from tests.servers import BUCKET, S3Server
@@ -27,7 +27,7 @@ STORE = FileStore()
 
 def job(path: Path, data: bytes, spec: Callable[..., JobSpec] = record_spec, **fields: Any) -> JobSpec:
     info = STORE.put(str(path), data)
-    return spec(input=InputRef(url=info.url, size=info.size, etag=info.etag), **fields)
+    return spec(input=Input(files=(InputFile(url=info.url, size=info.size, etag=info.etag),)), **fields)
 
 
 def cut(rows: int = 1000, tokens: int = 1_000_000) -> Settings:
@@ -110,7 +110,8 @@ def test_a_shard_is_cut_at_its_tokens_and_at_its_rows(tmp_path: Path) -> None:
 def test_a_large_input_has_larger_shards_instead_of_more(tmp_path: Path) -> None:
     # The spec says how large the input is; to write that much would take too long.
     spec = job(tmp_path / "in", records(*["x"] * 600))
-    huge = spec.model_copy(update={"input": spec.input.model_copy(update={"size": 4 * MAX_SHARDS * 10_000})})
+    file = spec.input.files[0].model_copy(update={"size": 4 * MAX_SHARDS * 10_000})
+    huge = spec.model_copy(update={"input": Input(files=(file,))})
     small = len(plan(spec, STORE, cut(tokens=1)).shards)
     assert small == 600
     assert len(plan(huge, STORE, cut(tokens=1)).shards) == pytest.approx(600 * 256 / 10_000, abs=1.5)
@@ -189,7 +190,7 @@ def test_an_input_without_rows_is_no_job(tmp_path: Path, data: bytes) -> None:
 def test_an_input_that_was_overwritten_is_no_longer_the_jobs(tmp_path: Path) -> None:
     spec = job(tmp_path / "in", records("a", "b"))
     shard = plan(spec, STORE, cut()).shards[0]
-    STORE.put(spec.input.url, records("c", "d"))
+    STORE.put(spec.input.files[0].url, records("c", "d"))
     with pytest.raises(InputChanged, match="in"):
         plan(spec, STORE, cut())
     with pytest.raises(InputChanged):
@@ -199,7 +200,7 @@ def test_an_input_that_was_overwritten_is_no_longer_the_jobs(tmp_path: Path) -> 
 def test_the_input_may_be_in_s3(moto_s3: S3Server) -> None:
     stores = Stores(moto_s3.settings())
     info = stores.put(f"s3://{BUCKET}/planner/in.jsonl", records("a", 5, "b"))
-    spec = record_spec(input=InputRef(url=info.url, size=info.size, etag=info.etag))
+    spec = record_spec(input=Input(files=(InputFile(url=info.url, size=info.size, etag=info.etag),)))
     planned = plan(spec, stores, cut(rows=2))
     rows = [row.row for shard in planned.shards for row in shard_rows(spec, stores, shard)]
     assert [row.line for row in rows if isinstance(row, Row)] == [1, 3]
@@ -231,7 +232,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             file.write(b"{" if number else b"x" * (40 << 20))
             file.write(b"\n" * 5)
     info = STORE.head(str(tmp_path / "in"))
-    spec = record_spec(input=InputRef(url=info.url, size=info.size, etag=info.etag), max_line_bytes=limit)
+    spec = record_spec(
+        input=Input(files=(InputFile(url=info.url, size=info.size, etag=info.etag),)), max_line_bytes=limit
+    )
     tracemalloc.start()
     try:
         planned = plan(spec, STORE, cut())

@@ -37,8 +37,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_local_input_is_pinned_where_it_is_if_workers_can_read_files(site: Site, folder: Path) -> None:
     spec = prepared(site, "in.jsonl")
-    assert (spec.input.url, spec.input.size) == (f"file://{folder}/in.jsonl", len(DATA))
-    assert spec.input.etag == site.stores.head(spec.input.url).etag
+    assert (spec.input.files[0].url, spec.input.size) == (f"file://{folder}/in.jsonl", len(DATA))
+    assert spec.input.files[0].etag == site.stores.head(spec.input.files[0].url).etag
     assert spec.output_url == spec.layout.output
     assert spec.error_url == spec.layout.output.replace(".jsonl", ".errors.jsonl")
 
@@ -51,15 +51,15 @@ def test_a_local_input_is_uploaded_if_the_storage_is_a_bucket(
     settings = s3.settings(redis_url=site.settings.redis_url, storage=f"s3://{BUCKET}/{uuid4().hex}/")
     bucket = Site.of(settings, site.ledger)
     spec = prepared(bucket, folder / "in.jsonl")
-    assert spec.input.url == spec.layout.input
-    assert bucket.stores.read(spec.input.url, etag=spec.input.etag) == DATA
+    assert spec.input.files[0].url == spec.layout.input
+    assert bucket.stores.read(spec.input.files[0].url, etag=spec.input.files[0].etag) == DATA
 
 
 def test_standard_input_is_kept_with_the_job(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(DATA)))
     spec = prepared(site, "-")
-    assert spec.input.url == spec.layout.input
-    assert site.stores.read(spec.input.url) == DATA
+    assert spec.input.files[0].url == spec.layout.input
+    assert site.stores.read(spec.input.files[0].url) == DATA
 
 
 @pytest.mark.parametrize("source", ["../in.jsonl", "./../in.jsonl"])
@@ -68,13 +68,13 @@ def test_paths_are_resolved_from_the_working_folder(
 ) -> None:
     monkeypatch.chdir(folder / "sub")
     spec = prepared(site, source, output="../out.jsonl")
-    assert (spec.input.url, spec.output_url) == (f"file://{folder}/in.jsonl", f"file://{folder}/out.jsonl")
+    assert (spec.input.files[0].url, spec.output_url) == (f"file://{folder}/in.jsonl", f"file://{folder}/out.jsonl")
 
 
 def test_a_name_is_taken_literally(site: Site, folder: Path) -> None:
     (folder / "a?b#c %20.jsonl").write_bytes(DATA)
     for source in ("a?b#c %20.jsonl", f"file://{folder}/a?b#c %20.jsonl"):
-        assert prepared(site, source).input.url == f"file://{folder}/a?b#c %20.jsonl"
+        assert prepared(site, source).input.files[0].url == f"file://{folder}/a?b#c %20.jsonl"
 
 
 @pytest.mark.parametrize(

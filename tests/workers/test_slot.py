@@ -409,7 +409,7 @@ def test_a_stop_while_a_failed_try_cannot_be_reported_ends_quietly(
 
 def test_an_input_that_changed_fails_the_job_and_mixes_no_rows(bench: Bench) -> None:
     spec = bench.site.planned(8)
-    bench.site.stores.put(spec.input.url, b'{"prompt": "another"}\n' * 8)
+    bench.site.stores.put(spec.input.files[0].url, b'{"prompt": "another"}\n' * 8)
     bench.work(spec)
     view = bench.site.ledger.view(spec.id)
     assert (view.state, [error.code for error in view.errors]) == ("failed", ["input_changed"])
