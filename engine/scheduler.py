@@ -160,9 +160,9 @@ class Scheduler:
         that block in the cache. So is one that is parked, or whose adapter is not in memory. They keep their places in
         the queue.
         """
-        free_seats = self.config.max_num_seqs - sum(sequence.num_continuations for sequence in self._running)
-        if not self._waiting or free_seats <= 0:
+        if not self._waiting or len(self._running) == self.config.max_num_seqs:
             return
+        free_seats = self.config.max_num_seqs - sum(sequence.num_continuations for sequence in self._running)
         in_progress = self.tables.filled_by(draft.rows)
         promised = sum(self._forecast.growth(sequence) for sequence in self._running)
         passed_over: list[Sequence] = []

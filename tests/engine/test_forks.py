@@ -118,6 +118,19 @@ def test_admission_counts_the_seats_of_continuations_that_are_still_to_come():
     assert scheduler.num_waiting == 1
 
 
+def test_seats_are_kept_for_continuations_while_their_prompt_is_computed():
+    scheduler = Scheduler(toy_limits(max_num_seqs=4, max_num_batched_tokens=8))
+    runner = toy_runner(scheduler.config)
+    asked, other = sampled(0, range(20), n=4), sampled(1, range(50, 55), n=1)
+    scheduler.add(asked)
+    run_step(scheduler, runner)
+    scheduler.add(other)
+    while len(asked.sequences) == 1:
+        run_step(scheduler, runner)
+    assert [row.sequence for row in scheduler.schedule().rows] == asked.sequences
+    assert other.num_cached_tokens is None, "it has not begun"
+
+
 def test_admission_counts_the_blocks_of_continuations_that_are_still_to_come():
     def started(n):
         scheduler = Scheduler(toy_limits(max_num_seqs=16, num_kv_blocks=21, max_num_batched_tokens=64))
