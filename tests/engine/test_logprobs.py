@@ -8,7 +8,10 @@ from transformers import LlamaForCausalLM
 
 from engine import LLM, SamplingParams
 from engine.logprobs import likeliest, token_logprobs
+from engine.plan import PlanRow
+from engine.prompt_logprobs import prompt_logprobs
 from tests.engine.models_fixture import tiny_llama
+from tests.engine.toy import request
 
 # Of logits that are float32 sums in another order.
 TOLERANCE = 2e-5
@@ -113,6 +116,23 @@ def test_prompt_logprobs_are_complete_where_the_prompt_is_cached(model_path, ref
     )
     assert (first.num_cached_tokens, second.num_cached_tokens, plain.num_cached_tokens) == (0, 0, 40)
     check_output(second, reference, 3, 2)
+
+
+def test_a_prompt_that_is_computed_anew_adds_only_what_is_lacking():
+    asked = request(0, [3, 1, 4, 1, 5, 9], prompt_logprobs=1)
+    (sequence,) = asked.sequences
+    # The hidden state of a token is its own number, and makes the next number the likeliest.
+    hidden = torch.tensor(asked.prompt_token_ids)[:, None]
+
+    def logits(states):
+        return torch.nn.functional.one_hot(states[:, 0] + 1, 12).float()
+
+    (first,) = prompt_logprobs(hidden[:3], [PlanRow(sequence, 0, 3, 0)], logits).values()
+    asked.prompt_logprobs.extend(first)
+    rows = [PlanRow(sequence, 0, 4, 0), PlanRow(sequence, 0, 6, 1)]
+    anew = prompt_logprobs(torch.cat([hidden[:4], hidden]), rows, logits)
+    assert [[entry.token_id for entry in entries] for entries in (first, anew[0], anew[1])] == [[1, 4, 1], [5], [5, 9]]
+    assert [entry.top[0][0] for entry in (*first, *anew[1])] == [4, 2, 5, 2, 6]
 
 
 def test_after_preemption_nothing_is_there_twice(model_path, reference):
