@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDied, EngineError, ModelNotFound, ModelNotSupported, RequestError
 from engine.info import EngineInfo, EngineStats
-from engine.outputs import CompletionOutput, PoolingOutput, RequestOutput, ScoreOutput
+from engine.outputs import CompletionOutput, PoolingOutput, RequestOutput, ScoreOutput, TokenLogprob
 from engine.pooling.params import PoolingParams
 from engine.pooling.prompts import TextPair
 from engine.process import EngineProcess
@@ -42,6 +42,7 @@ __all__ = [
     "ScoreOutput",
     "StructuredOutput",
     "TextPair",
+    "TokenLogprob",
 ]
 
 

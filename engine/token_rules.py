@@ -27,8 +27,9 @@ class TokenCounts:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_counted = 0
         self._places: dict[int, int] = {}
-        self._token_ids = np.empty(64, dtype=np.int64)
-        self._counts = np.empty(64, dtype=np.float32)
+        # Nothing is allocated before the first token is counted, which in most sequences none ever is.
+        self._token_ids = np.empty(0, dtype=np.int64)
+        self._counts = np.empty(0, dtype=np.float32)
 
     def update(self, token_ids: list[int]) -> None:
         """Count what `token_ids`, prompt and output together, has more than at the last call."""
@@ -43,8 +44,8 @@ class TokenCounts:
         if place is None:
             place = self._places[token_id] = len(self._places)
             if place == len(self._counts):
-                self._token_ids = np.resize(self._token_ids, 2 * place)
-                self._counts = np.resize(self._counts, 2 * place)
+                self._token_ids = np.resize(self._token_ids, max(64, 2 * place))
+                self._counts = np.resize(self._counts, max(64, 2 * place))
             self._token_ids[place], self._counts[place] = token_id, 0
         return place
 

@@ -69,6 +69,7 @@ from engine import RequestError, SamplingParams
         ("logprobs", True),
         ("prompt_logprobs", 21),
         ("length_penalty", math.nan),
+        ("length_penalty", 10.5),
         ("early_stopping", "always"),
         ("early_stopping", 1),
     ],
