@@ -1,11 +1,13 @@
 """The ledger: which jobs there are, who works on which shard, and which segment is each shard's result.
 
     pm:jobs, pm:live          Z  job id -> created; all of them, and those that have not ended
-    pm:active:<model>         Z  job id -> created; those with shards to hand out
+    pm:queue:<model>...          whose turn it is: see lua/queue.lua
+    pm:asked:<attempt>        S  the job of the shard that an attempt was given, for as long as its lease
+    pm:deadlines              Z  job id -> when it expires, of those that do
     pm:worker:<id>            S  what a live worker says of itself, with an expiry;  pm:workers indexes them
     pm:swept, pm:sweeping     S  when jobs were last driven on, with an expiry: for people, and for the next sweep
     pm:{<job>}:job            H  state, spec, counters, times
-             :ready           Z  shard -> its place in line
+             :ready           Z  shard -> its place in line; a paused job's are not handed out
              :leases          Z  shard -> expiry in ms by the server's clock
              :own             H  s:<shard> -> attempt, a:<attempt> -> shard, f:<shard> -> fence
              :commit          H  shard -> record; written once, never replaced
@@ -18,7 +20,7 @@ Every change is one Lua script that may be run twice: the client repeats a comma
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import islice
 from typing import Any, Literal, cast
@@ -117,6 +119,21 @@ def unreachable(url: str, error: Exception) -> ServiceUnreachable:
     return ServiceUnreachable(f"Redis at {mask(url)} does not answer: {error}", hint=hint)
 
 
+@dataclass(frozen=True, slots=True)
+class FairShare:
+    """How shards are shared out within a priority, and how long a lower one waits at most.
+
+    A tenant that is not listed has the weight 1. A priority that has had no shard for `patience` seconds comes first,
+    at every fourth turn at most.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    patience: float = 600
+
+
+EQUAL_SHARES = FairShare()
+
+
 def _lua(name: str) -> str:
     return files("jobs").joinpath("lua", f"{name}.lua").read_text()
 
@@ -136,11 +153,15 @@ class Ledger:
             "commit",
             "release",
             "expire",
+            "pause",
+            "resume",
             "cancel",
+            "expire_job",
             "reopen",
             "finish",
         )
-        self._scripts: dict[str, Script] = {name: client.register_script(_lua(name)) for name in names}
+        queue = _lua("queue")
+        self._scripts: dict[str, Script] = {name: client.register_script(queue + _lua(name)) for name in names}
 
     # --- a job's life -------------------------------------------------------------------------------------------
 
@@ -151,9 +172,16 @@ class Ledger:
             "model": spec.model,
             "model_key": model_key(spec.model),
             "created_at": spec.created_at,
+            "place": f"{spec.created_at:010}:{spec.id}",
+            "tenant": spec.tenant,
+            "priority": spec.priority,
+            "weight": spec.weight,
+            "max_tries": spec.max_tries,
         }
-        keys = [*self._keys(spec.id, "job"), "pm:jobs", "pm:live"]
-        return bool(self._run("create", keys, [spec.id, time.time_ns() // 1_000_000, *_flat(fields)]) == "ok")
+        keys = [*self._keys(spec.id, "job"), "pm:jobs", "pm:live", "pm:deadlines"]
+        deadline = "" if spec.expires_at is None else spec.expires_at
+        args = [spec.id, time.time_ns() // 1_000_000, deadline, *_flat(fields)]
+        return bool(self._run("create", keys, args) == "ok")
 
     def add_shards(self, job_id: str, shards: Iterable[Shard]) -> str:
         """Put planned shards up; 'ok', or the state of a job that is no longer being planned."""
@@ -177,8 +205,7 @@ class Ledger:
     def open(self, spec: JobSpec, *, shards: int, rows: int, errors: Sequence[RowError], error_count: int) -> str:
         """The plan is complete: workers may lease. 'ok', or the state that forbids it."""
         fields = {"rows": rows, "errors": _dump_errors(errors), "error_count": error_count}
-        keys = [*self._keys(spec.id, "job"), f"pm:active:{model_key(spec.model)}"]
-        return cast(str, self._run("open", keys, [spec.id, spec.created_at, shards, _now(), *_flat(fields)]))
+        return cast(str, self._run("open", self._keys(spec.id, "job"), [spec.id, shards, _now(), *_flat(fields)]))
 
     def fail(
         self, job_id: str, errors: Sequence[RowError], *, error_count: int, error_url: str | None, from_state: str
@@ -214,32 +241,55 @@ class Ledger:
     def cancel(self, job_id: str) -> str:
         """Stop a job. 'ok', or the state that forbids it."""
         keys = self._keys(job_id, "job", "ready", "leases", "own", "progress")
-        return cast(str, self._run("cancel", [*keys, self._active(job_id)], [job_id, _now()]))
+        return cast(str, self._run("cancel", keys, [job_id, _now()]))
+
+    def pause(self, job_id: str) -> str:
+        """Hand out no more shards of a job; those in work are finished. 'ok', or the state that forbids it."""
+        return cast(str, self._run("pause", self._keys(job_id, "job"), [job_id, _now()]))
+
+    def resume(self, job_id: str) -> str:
+        """Go on with a job that may be paused. 'ok', or the state that forbids it."""
+        return cast(str, self._run("resume", self._keys(job_id, "job"), [job_id]))
+
+    def overdue(self) -> list[str]:
+        """The jobs whose deadline has passed by the server's clock, and that have not ended."""
+        seconds, _ = cast(tuple[int, int], self.client.time())
+        return cast(list[str], self.client.zrangebyscore("pm:deadlines", "-inf", seconds))
+
+    def expire_job(self, job_id: str) -> str:
+        """Stop a job whose deadline has passed. 'ok', 'early', or the state that forbids it."""
+        keys = [*self._keys(job_id, "job", "ready", "leases", "own", "progress"), "pm:deadlines"]
+        return cast(str, self._run("expire_job", keys, [job_id, _now()]))
+
+    def ending(self, job_id: str) -> Literal["completed", "cancelled", "expired"] | None:
+        """How a job will end that is `finalizing` or `cancelling`; None for one in any other state."""
+        state, ending = cast(list[str | None], self.client.hmget(self._key(job_id, "job"), ["state", "ending"]))
+        if state == "finalizing":
+            return "expired" if ending else "completed"
+        return "cancelled" if state == "cancelling" else None
 
     def reopen(self, spec: JobSpec, shard: int, record: SegmentRecord) -> bool:
         """Run a shard again whose committed segment has vanished from storage."""
         raw = self.client.hget(self._key(spec.id, "commit"), str(shard))
         if raw is None or load_record(cast(str, raw)) != record:
             return False
-        keys = self._keys(spec.id, "job", "ready", "commit")
-        args = [spec.id, spec.created_at, shard, raw, *_counts(record)]
-        return bool(self._run("reopen", [*keys, self._active(spec.id), self._key(spec.id, "tries")], args))
+        keys = self._keys(spec.id, "job", "ready", "commit", "tries")
+        return bool(self._run("reopen", keys, [spec.id, shard, raw, *_counts(record)]))
 
     # --- leases -------------------------------------------------------------------------------------------------
 
-    def lease(self, model: str, attempt: str, ttl: float) -> Lease | None:
+    def lease(self, model: str, attempt: str, ttl: float, share: FairShare = EQUAL_SHARES) -> Lease | None:
         """The next shard of the model's jobs, or None if none is ready.
 
-        The job with the fewest shards in work comes first, then the oldest: a large job does not starve a small one.
+        The highest priority comes first, then the tenant, and then the job, that has had the fewest shards for its
+        weight, then the oldest job: see lua/queue.lua.
         """
-        for job_id in self._candidates(model):
-            spec = self.spec(job_id)
-            keys = self._keys(job_id, "job", "ready", "leases", "own", "commit", "tries", "shards", "faults")
-            args = [job_id, attempt, _ms(ttl), spec.max_tries, _now()]
-            reply = self._run("lease", [*keys, f"pm:active:{model_key(model)}"], args)
-            if reply[0] == "ok":
-                return Lease(spec, load_shard(reply[3]), attempt, int(reply[2]))
-        return None
+        args = [model_key(model), attempt, _ms(ttl), _now(), _ms(share.patience), *_flat(dict(share.weights))]
+        reply = self._run("lease", [], args)
+        if reply[0] == "empty":
+            return None
+        _, _, spec, _, fence, plan = reply
+        return Lease(JobSpec.model_validate_json(spec), load_shard(plan), attempt, int(fence))
 
     def beat(self, leases: Sequence[tuple[Lease, int]], ttl: float) -> list[Verdict]:
         """Keep leases alive, each with the rows done in it; one round trip for all."""
@@ -255,7 +305,7 @@ class Ledger:
         """Make the lease's segment the result of its shard: see lua/commit.lua."""
         keys = self._keys(lease.job_id, "job", "leases", "own", "commit", "progress")
         args = [lease.job_id, lease.shard.index, lease.attempt, record.model_dump_json(), _now(), *_counts(record)]
-        return cast(Verdict, self._run("commit", [*keys, self._active(lease.job_id)], args))
+        return cast(Verdict, self._run("commit", keys, args))
 
     def give_back(self, lease: Lease) -> bool:
         """Put the shard back because this worker was asked to stop. The try does not count."""
@@ -274,8 +324,8 @@ class Ledger:
 
     def expire(self, job_id: str, limit: int = 1000) -> tuple[int, int, int]:
         """Take back shards whose leases ran out: (expired, ready, leased)."""
-        keys = self._keys(job_id, "ready", "leases", "own", "progress")
-        expired, ready, leased = self._run("expire", keys, [limit])
+        keys = self._keys(job_id, "job", "ready", "leases", "own", "progress")
+        expired, ready, leased = self._run("expire", keys, [job_id, limit])
         return int(expired), int(ready), int(leased)
 
     # --- questions ----------------------------------------------------------------------------------------------
@@ -371,10 +421,6 @@ class Ledger:
     def _keys(self, job_id: str, *names: str) -> list[str]:
         return [self._key(job_id, name) for name in names]
 
-    def _active(self, job_id: str) -> str:
-        key = cast(str | None, self.client.hget(self._key(job_id, "job"), "model_key"))
-        return f"pm:active:{key or ''}"
-
     def _run(self, name: str, keys: list[str], args: Sequence[Any]) -> Any:
         return self._scripts[name](keys=keys, args=args)
 
@@ -382,29 +428,18 @@ class Ledger:
         self, job_id: str, from_state: str, to_state: str, fields: dict[str, Any], ended_at: int | None = None
     ) -> str:
         keys = self._keys(job_id, "job", "ready", "leases", "own", "progress", "shards")
-        keys = [keys[0], "pm:live", self._active(job_id), *keys[1:]]
+        keys = [keys[0], "pm:live", "pm:deadlines", *keys[1:]]
         return cast(str, self._run("finish", keys, [job_id, from_state, to_state, ended_at or _now(), *_flat(fields)]))
 
     def _release(self, lease: Lease, fault: str, rest: float) -> bool:
         keys = self._keys(lease.job_id, "ready", "leases", "own", "tries", "progress", "faults")
-        return bool(self._run("release", keys, [lease.shard.index, lease.attempt, fault, _ms(rest)]))
-
-    def _candidates(self, model: str) -> list[str]:
-        job_ids = cast(list[str], self.client.zrange(f"pm:active:{model_key(model)}", 0, -1))
-        pipe = self.client.pipeline(transaction=False)
-        for job_id in job_ids:
-            pipe.zcard(self._key(job_id, "ready"))
-            pipe.zcard(self._key(job_id, "leases"))
-        counts = pipe.execute()
-        waiting = [
-            (leased, place, job_id)
-            for place, (job_id, ready, leased) in enumerate(zip(job_ids, counts[::2], counts[1::2], strict=True))
-            if ready
-        ]
-        return [job_id for _, _, job_id in sorted(waiting)]
+        return bool(self._run("release", keys, [lease.job_id, lease.shard.index, lease.attempt, fault, _ms(rest)]))
 
     def _reason(self, view: JobView, stalled: str | None) -> str | None:
         """Why a job makes no progress, where that can be told."""
+        if view.paused:
+            running = f"{view.leased} shard(s) in work are finished" if view.leased else "nothing is in work"
+            return f"paused: {running}, and no more is begun; `pagemill resume {view.id}` goes on"
         undriven = None if self.client.exists("pm:swept") else _UNDRIVEN
         if view.state != "in_progress":
             return undriven or (stalled and f"the result cannot be written, and is tried again: {stalled}")
@@ -436,6 +471,11 @@ def _view(spec: JobSpec, fields: dict[str, str], in_flight: int, leased: int) ->
         state=state,
         model=spec.model,
         created_at=spec.created_at,
+        tenant=spec.tenant,
+        priority=spec.priority,
+        parent=spec.parent and spec.parent.job_id,
+        paused="paused" in fields,
+        expires_at=spec.expires_at,
         rows=number("rows"),
         done=number("done") or 0,
         failed=number("failed") or 0,

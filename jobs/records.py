@@ -124,7 +124,8 @@ class Manifest(_Frozen):
 
 
 class JobView(_Frozen):
-    """A job as people see it. Times are Unix seconds; `in_flight` rows are done in shards not yet committed.
+    """A job as people see it. Times are Unix seconds; `in_flight` rows are done in shards not yet committed. A job that
+    retries another's failed rows names that one as its `parent`.
 
     It is in progress once it is planned, and started once a worker has its first shard.
     """
@@ -133,6 +134,11 @@ class JobView(_Frozen):
     state: JobState
     model: str
     created_at: int
+    tenant: str = "default"
+    priority: int = 0
+    parent: str | None = None
+    paused: bool = False
+    expires_at: int | None = None
     rows: int | None = None
     done: int = 0
     failed: int = 0

@@ -17,27 +17,38 @@ from jobs.sampling import Sampling
 
 OnBadRow = Literal["fail", "skip"]
 JOB_ID_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
+Dedupe = Literal["off", "exact", "all"]
+"""Which identical rows of a shard are asked once: none; those that would get the same answer anyway, being greedy,
+seeded or embeddings; or all, and then sampled ones share one answer."""
+Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
 
 Format = Literal["jsonl", "csv", "tsv", "parquet"]
 Compression = Literal["gzip", "zstd", "bz2"]
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_PRIORITY = 1000
 
 
 class InputFile(BaseModel):
     """One file of the input, pinned: a job fails rather than mix the rows of two versions.
 
-    `rows` is known where the file says it, which Parquet does.
+    `name` is what the submitter calls it. `rows` is known where the file says it, which Parquet does.
     """
 
     model_config = ConfigDict(frozen=True)
 
+    name: str = ""
     url: str
     size: int
     etag: str
     compression: Compression | None = None
     rows: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What errors call it."""
+        return self.name or self.url
 
 
 class Input(BaseModel):
@@ -65,6 +76,11 @@ class Input(BaseModel):
     def size(self) -> int:
         """The bytes of all files, as they are stored."""
         return sum(file.size for file in self.files)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether shards are parts of the files as they are, and of all their rows."""
+        return self.sample is None and self.format == "jsonl" and not any(file.compression for file in self.files)
 
 
 class OpenAIRows(BaseModel):
@@ -103,8 +119,29 @@ class RecordRows(BaseModel):
 RowShape = Annotated[OpenAIRows | RecordRows, Field(discriminator="kind")]
 
 
+class Parent(BaseModel):
+    """The job whose failed rows a job runs again; what it answered is kept. Both have the same input and shards.
+
+    `origin` is the first of the line: where that is a retry itself, what it retries, and so on.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    job_id: JobId
+    storage_url: str
+    origin: JobId
+
+    @property
+    def layout(self) -> JobLayout:
+        return JobLayout(self.storage_url, self.job_id)
+
+
 class JobSpec(BaseModel):
-    """One submitted file and how to run it."""
+    """One submitted file and how to run it.
+
+    Of jobs of one model, those of the highest priority run first; within it, tenants and their jobs share by weight.
+    At `expires_at` (Unix seconds) the job ends with what is done.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -124,10 +161,22 @@ class JobSpec(BaseModel):
     on_bad_row: OnBadRow
     max_line_bytes: int = Field(default=MAX_LINE_BYTES, ge=1024)
     max_tries: int = Field(default=4, ge=1)
+    max_row_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    dedupe: Dedupe = "off"
+    tenant: Tenant = "default"
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    weight: float = Field(default=1.0, ge=1e-3, le=1e3)
+    expires_at: int | None = None
+    parent: Parent | None = None
 
     @property
     def layout(self) -> JobLayout:
         return JobLayout(self.storage_url, self.id)
+
+    @property
+    def origin(self) -> str:
+        """The job from whose id the ids and the seeds of the rows follow: a row that is tried again is the same row."""
+        return self.parent.origin if self.parent else self.id
 
     def accepts_model(self, name: str) -> bool:
         return name == self.model or name in self.model_aliases
@@ -135,7 +184,7 @@ class JobSpec(BaseModel):
     @property
     def fingerprint(self) -> str:
         """A digest of all that decides the result: two specs with the same one ask for the same work."""
-        body = self.model_dump_json(exclude={"id", "created_at"})
+        body = self.model_dump_json(exclude={"id", "created_at", "tenant", "priority", "weight", "expires_at"})
         return hashlib.sha256(body.encode()).hexdigest()[:32]
 
 

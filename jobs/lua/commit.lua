@@ -1,5 +1,5 @@
 -- Make one attempt's segment THE result of its shard. Only the shard's owner can, and only once.
--- KEYS job, leases, own, commit, progress, active
+-- KEYS job, leases, own, commit, progress
 -- ARGV id, shard, attempt, record, now_s, rows_ok, rows_failed, prompt_tokens, completion_tokens, cached_tokens
 -- Returns 'ok' (again for a repeated call: the first reply may have been lost), 'superseded' (another attempt's segment
 -- is the result), 'lost' (the lease has gone to another), or 'stop' (the job is no longer worked on).
@@ -19,6 +19,8 @@ local counters = {'done', 'failed', 'prompt_tokens', 'completion_tokens', 'cache
 for i, counter in ipairs(counters) do redis.call('HINCRBY', KEYS[1], counter, ARGV[5 + i]) end
 if redis.call('HINCRBY', KEYS[1], 'settled', 1) == tonumber(redis.call('HGET', KEYS[1], 'total')) then
   redis.call('HSET', KEYS[1], 'state', 'finalizing', 'finalizing_at', ARGV[5])
-  redis.call('ZREM', KEYS[6], ARGV[1])
+  -- A job that is done is not paused, should a shard have to run again.
+  redis.call('HDEL', KEYS[1], 'paused')
+  requeue(ARGV[1])
 end
 return 'ok'

@@ -1,36 +1,98 @@
--- Hand one shard of a job to one attempt, with a fence that only grows.
--- KEYS job, ready, leases, own, commit, tries, shards, faults, active   ARGV id, attempt, ttl_ms, max_tries, now_s
--- Returns {'ok', shard, fence, plan}, {'empty'}, or {'stop', state}.
+-- Hand one shard of a model's jobs to one attempt, with a fence that only grows.
+-- ARGV model, attempt, ttl_ms, now_s, patience_ms, tenant, weight, ... (a tenant that is not listed has the weight 1)
+-- Returns {'ok', job, spec, shard, fence, plan}, or {'empty'}. Keys follow from what the queue holds: see queue.lua.
 -- An attempt that holds a shard gets the same answer again: the first reply may have been lost.
 -- Tries are counted here and not at failure, since a shard that kills its worker never reports one.
-local state = redis.call('HGET', KEYS[1], 'state')
-if state ~= 'in_progress' then return {'stop', state or 'gone'} end
-local time = redis.call('TIME')
-local expiry = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[3]
-local mine = redis.call('HGET', KEYS[4], 'a:' .. ARGV[2])
-if mine then
-  redis.call('ZADD', KEYS[3], expiry, mine)
-  return {'ok', mine, redis.call('HGET', KEYS[4], 'f:' .. mine), redis.call('HGET', KEYS[7], mine)}
+-- The highest priority is served. A lower one that got nothing for patience_ms comes first, at every fourth turn at most.
+local TURNS = 3
+local model, attempt, now = 'pm:queue:' .. ARGV[1], ARGV[2], now_ms()
+local asked = 'pm:asked:' .. attempt
+local weights = {}
+for i = 6, #ARGV, 2 do weights[ARGV[i]] = tonumber(ARGV[i + 1]) end
+
+local function key(id, name) return 'pm:{' .. id .. '}:' .. name end
+
+local function lease_of(id, shard, fence)
+  redis.call('ZADD', key(id, 'leases'), now + ARGV[3], shard)
+  return {'ok', id, redis.call('HGET', key(id, 'job'), 'spec'), shard, fence, redis.call('HGET', key(id, 'shards'), shard)}
 end
-while true do
-  local popped = redis.call('ZPOPMIN', KEYS[2])
-  if #popped == 0 then return {'empty'} end
-  local shard = popped[1]
-  if redis.call('HEXISTS', KEYS[5], shard) == 0 then
-    local tries = redis.call('HINCRBY', KEYS[6], shard, 1)
-    if tries <= tonumber(ARGV[4]) then
-      local fence = redis.call('HINCRBY', KEYS[1], 'fence', 1)
-      redis.call('HSET', KEYS[4], 's:' .. shard, ARGV[2], 'a:' .. ARGV[2], shard, 'f:' .. shard, fence)
-      redis.call('ZADD', KEYS[3], expiry, shard)
-      redis.call('HSETNX', KEYS[1], 'started_at', ARGV[5])
-      return {'ok', shard, tostring(fence), redis.call('HGET', KEYS[7], shard)}
-    end
-    local fault = redis.call('HGET', KEYS[8], shard) or nil
-    redis.call('HSET', KEYS[5], shard, cjson.encode({dead = true, tries = tries - 1, fault = fault}))
-    if redis.call('HINCRBY', KEYS[1], 'settled', 1) == tonumber(redis.call('HGET', KEYS[1], 'total')) then
-      redis.call('HSET', KEYS[1], 'state', 'finalizing', 'finalizing_at', ARGV[5])
-      redis.call('ZREM', KEYS[9], ARGV[1])
-      return {'stop', 'finalizing'}
+
+-- The level whose turn it is.
+local function next_level()
+  local priority = redis.call('ZRANGE', model, 0, 0)[1]
+  if not priority then return nil end
+  local waiting = redis.call('ZRANGE', model .. ':served', 0, 0, 'WITHSCORES')
+  local turns = tonumber(redis.call('GET', model .. ':turns') or 0)
+  if waiting[1] ~= priority and now - waiting[2] >= tonumber(ARGV[5]) and turns >= TURNS then return waiting[1] end
+  return priority
+end
+
+-- The tenant of a level and the job of that tenant with the least virtual time; of tenants with the same, the one whose
+-- job is the oldest. Places sort by age.
+local function next_job(level)
+  local least = redis.call('ZRANGE', level, 0, 0, 'WITHSCORES')[2]
+  local tenant, place
+  for _, candidate in ipairs(redis.call('ZRANGEBYSCORE', level, '-inf', least)) do
+    local first = redis.call('ZRANGE', level .. '/' .. candidate, 0, 0)[1]
+    if not place or first < place then tenant, place = candidate, first end
+  end
+  return tenant, place
+end
+
+local function charge(priority, tenant, place, weight)
+  local level = model .. ':' .. priority
+  local jobs, past = level .. '/' .. tenant, level .. ':past'
+  redis.call('HSET', past, 'clock', redis.call('ZSCORE', level, tenant), 'clock/' .. tenant, redis.call('ZSCORE', jobs, place))
+  redis.call('ZINCRBY', level, 1 / (weights[tenant] or 1), tenant)
+  redis.call('ZINCRBY', jobs, 1 / weight, place)
+  if priority == redis.call('ZRANGE', model, 0, 0)[1] then
+    redis.call('INCR', model .. ':turns')
+  else
+    redis.call('SET', model .. ':turns', 0)
+  end
+  redis.call('ZADD', model .. ':served', now, priority)
+end
+
+-- The next shard of a job that may be tried once more, with its fence; those that were tried too often are settled as
+-- dead on the way.
+local function take(id)
+  local job, commit = key(id, 'job'), key(id, 'commit')
+  local max_tries, total = unpack(redis.call('HMGET', job, 'max_tries', 'total'))
+  while true do
+    local shard = redis.call('ZPOPMIN', key(id, 'ready'))[1]
+    if not shard then return nil end
+    if redis.call('HEXISTS', commit, shard) == 0 then
+      local tries = redis.call('HINCRBY', key(id, 'tries'), shard, 1)
+      if tries <= tonumber(max_tries) then
+        local fence = redis.call('HINCRBY', job, 'fence', 1)
+        redis.call('HSET', key(id, 'own'), 's:' .. shard, attempt, 'a:' .. attempt, shard, 'f:' .. shard, fence)
+        redis.call('HSETNX', job, 'started_at', ARGV[4])
+        return shard, tostring(fence)
+      end
+      local fault = redis.call('HGET', key(id, 'faults'), shard) or nil
+      redis.call('HSET', commit, shard, cjson.encode({dead = true, tries = tries - 1, fault = fault}))
+      if redis.call('HINCRBY', job, 'settled', 1) == tonumber(total) then
+        redis.call('HSET', job, 'state', 'finalizing', 'finalizing_at', ARGV[4])
+      end
     end
   end
+end
+
+local before = redis.call('GET', asked)
+if before then
+  local shard = redis.call('HGET', key(before, 'own'), 'a:' .. attempt)
+  if shard then return lease_of(before, shard, redis.call('HGET', key(before, 'own'), 'f:' .. shard)) end
+end
+while true do
+  local priority = next_level()
+  if not priority then return {'empty'} end
+  local tenant, place = next_job(model .. ':' .. priority)
+  local id = place:match(':(.*)$')
+  local shard, fence = take(id)
+  if shard then
+    charge(priority, tenant, place, tonumber(redis.call('HGET', key(id, 'job'), 'weight')))
+    redis.call('SET', asked, id, 'PX', ARGV[3])
+  end
+  requeue(id)
+  if shard then return lease_of(id, shard, fence) end
 end

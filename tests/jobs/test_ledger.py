@@ -49,7 +49,7 @@ def test_nothing_is_leased_before_the_plan_is_complete(ledger: Ledger) -> None:
     assert ledger.lease(spec.model, "attempt", TTL) is None
 
 
-def test_the_job_with_the_fewest_shards_in_work_comes_first_then_the_oldest(ledger: Ledger) -> None:
+def test_the_job_that_had_the_fewest_shards_comes_first_then_the_oldest(ledger: Ledger) -> None:
     large = opened(ledger, 5, new_spec(created_at=2))
     small = opened(ledger, 2, new_spec(created_at=3))
     old = opened(ledger, 1, new_spec(created_at=1))

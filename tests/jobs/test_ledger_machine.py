@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from jobs.errors import RowError
-from jobs.ledger import Lease, Ledger
+from jobs.ledger import FairShare, Lease, Ledger
 from jobs.records import TERMINAL, DeadShard, SegmentRecord, load_record
 from jobs.spec import JobSpec, model_key
 from tests.jobs.ledgers import (
@@ -32,13 +32,15 @@ from tests.jobs.ledgers import (
 from tests.servers import ValkeyServer
 
 MODEL = "tiny"
+QUEUE = f"pm:queue:{model_key(MODEL)}"
 MAX_TRIES = 2
 JOBS = st.integers(0, 2)
 LOST = st.booleans()
 WHICH = st.integers(0, 7)
 """The latest lease that was handed out, or one before it: most are over, which is the point."""
+FAR_FUTURE = 2**40
 FAULT = RowError(code="x", message="y")
-ENDING = {"finalizing": "completed", "cancelling": "cancelled"}
+SHARE = FairShare({"gold": 3}, patience=1e6)
 KEYS = ("ready", "leases", "own", "progress", "tries", "faults", "commit", "job")
 
 
@@ -49,6 +51,8 @@ class Job:
     spec: JobSpec
     size: int
     state: str | None = None
+    paused: bool = False
+    expiring: bool = False
     fence: int = 0
     ready: set[int] = field(default_factory=set)
     owners: dict[int, Lease] = field(default_factory=dict)
@@ -70,7 +74,18 @@ class Job:
     def rows_failed(self) -> int:
         """A dead shard's rows are counted when the job ends."""
         dead = len(self.records) - len(self.segments)
-        return len(self.segments) + (ROWS * dead if self.state in ("completed", "cancelled") else 0)
+        return len(self.segments) + (ROWS * dead if self.state in ("completed", "cancelled", "expired") else 0)
+
+    @property
+    def waits(self) -> bool:
+        return self.state == "in_progress" and not self.paused and bool(self.ready)
+
+    @property
+    def ending(self) -> str | None:
+        """How it is about to end."""
+        if self.state == "finalizing":
+            return "expired" if self.expiring else "completed"
+        return "cancelled" if self.state == "cancelling" else None
 
     def owns(self, lease: Lease) -> bool:
         return self.owners.get(lease.shard.index) == lease
@@ -88,9 +103,11 @@ class Job:
         self.records[shard] = record
         if len(self.records) == self.size:
             self.state = "finalizing"
+            self.paused = False
 
     def stop(self, state: str) -> None:
         self.state = state
+        self.paused = False
         self.ready.clear()
         self.owners.clear()
         self.overdue.clear()
@@ -109,6 +126,46 @@ class Job:
         return None
 
 
+@dataclass
+class Level:
+    """Whose turn it is within one priority: virtual times of tenants, and of the jobs of each."""
+
+    tenants: dict[str, float] = field(default_factory=dict)
+    jobs: dict[str, dict[str, float]] = field(default_factory=dict)
+    past: dict[str, float] = field(default_factory=dict)
+    clocks: dict[str, float] = field(default_factory=dict)
+
+    def refresh(self, job: Job) -> None:
+        """The job has work to hand out, or has not, since something happened to it."""
+        spec = job.spec
+        jobs = self.jobs.setdefault(spec.tenant, {})
+        if job.waits and spec.id not in jobs:
+            jobs[spec.id] = max(self.past.get(spec.id, 0), self.clocks.get(spec.tenant, 0))
+            start = max(self.past.get(f"/{spec.tenant}", 0), self.clocks.get("", 0))
+            self.tenants.setdefault(spec.tenant, start)
+        elif not job.waits and spec.id in jobs:
+            self.past[spec.id] = jobs.pop(spec.id)
+            if not jobs:
+                self.past[f"/{spec.tenant}"] = self.tenants.pop(spec.tenant)
+            if not self.tenants:
+                self.past.clear()
+                self.clocks.clear()
+        if job.state != "in_progress":
+            self.past.pop(spec.id, None)
+
+    def next_job(self) -> str:
+        """Ids sort by age here."""
+        least = min(self.tenants.values())
+        tied = [tenant for tenant, time in self.tenants.items() if time == least]
+        return min(min(self.jobs[t], key=lambda job_id: (self.jobs[t][job_id], job_id)) for t in tied)
+
+    def charge(self, spec: JobSpec) -> None:
+        jobs = self.jobs[spec.tenant]
+        self.clocks |= {"": self.tenants[spec.tenant], spec.tenant: jobs[spec.id]}
+        self.tenants[spec.tenant] += 1 / SHARE.weights.get(spec.tenant, 1)
+        jobs[spec.id] += 1 / spec.weight
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Three jobs of one model, their planner, and workers that stall, stop, fail and come too late.
 
@@ -118,15 +175,25 @@ class LedgerMachine(RuleBasedStateMachine):
 
     server: ClassVar[ValkeyServer]
 
-    @initialize(sizes=st.tuples(*[st.integers(1, 3)] * 3), open_jobs=st.integers(0, 3))
-    def three_jobs(self, sizes: tuple[int, ...], open_jobs: int) -> None:
+    @initialize(
+        sizes=st.tuples(*[st.integers(1, 3)] * 3),
+        owners=st.tuples(*[st.sampled_from([("gold", 0), ("base", 0), ("base", 5)])] * 3),
+        weights=st.tuples(*[st.sampled_from([1, 2])] * 3),
+        open_jobs=st.integers(0, 3),
+    )
+    def three_jobs(
+        self, sizes: tuple[int, ...], owners: tuple[tuple[str, int], ...], weights: tuple[int, ...], open_jobs: int
+    ) -> None:
         self.client = LossyRedis.from_url(self.server.url, decode_responses=True)
         self.client.flushdb()
         self.ledger = Ledger(self.client)
-        self.jobs = [
-            Job(new_spec(id=f"job_{place}", model=MODEL, max_tries=MAX_TRIES, created_at=place), size)
-            for place, size in enumerate(sizes)
-        ]
+        self.levels = {0: Level(), 5: Level()}
+        self.jobs = []
+        for place, size in enumerate(sizes):
+            tenant, priority = owners[place]
+            fields = {"tenant": tenant, "priority": priority, "weight": weights[place], "expires_at": FAR_FUTURE}
+            spec = new_spec(id=f"job_{place}", model=MODEL, max_tries=MAX_TRIES, created_at=place, **fields)
+            self.jobs.append(Job(spec, size))
         self.attempts = 0
         self.leases: list[Lease] = []
         for place in range(open_jobs):
@@ -138,6 +205,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         for place, job in enumerate(self.jobs):
             self.plan(place, False)
+            self.resume(place, False)
             let_leases_run_out(self.client, job.spec.id)
             job.overdue = set(job.owners)
             self.sweep(place, False)
@@ -151,7 +219,8 @@ class LedgerMachine(RuleBasedStateMachine):
             )
         self.the_ledger_is_as_the_model_says()
         assert self.ledger.live_jobs() == []
-        assert self.client.keys("pm:active:*") == []
+        assert self.client.keys("pm:queue:*") == []
+        assert not self.client.exists("pm:deadlines")
         self.client.close()
 
     # --- the planner --------------------------------------------------------------------------------------------
@@ -179,6 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         if job.state == "validating":
             job.state = "in_progress"
+            self.refresh(job)
         assert reply == ("ok" if job.state == "in_progress" else job.state)
 
     # --- workers ------------------------------------------------------------------------------------------------
@@ -190,10 +260,15 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def lease(self, lost: bool) -> Lease | None:
         self.attempts += 1
-        lease = self.run(lost, self.ledger.lease, MODEL, f"attempt-{self.attempts}", TTL)
-        waiting = [job for job in self.jobs if job.state == "in_progress" and job.ready]
-        for job in sorted(waiting, key=lambda job: len(job.owners)):
-            if (shard := job.lease()) is not None:
+        lease = self.run(lost, self.ledger.lease, MODEL, f"attempt-{self.attempts}", TTL, SHARE)
+        while any(job.waits for job in self.jobs):
+            level = self.levels[max(job.spec.priority for job in self.jobs if job.waits)]
+            job = next(job for job in self.jobs if job.spec.id == level.next_job())
+            shard = job.lease()
+            if shard is not None:
+                level.charge(job.spec)
+            self.refresh(job)
+            if shard is not None:
                 assert lease == Lease(job.spec, shards(job.size)[shard], f"attempt-{self.attempts}", job.fence)
                 job.owners[shard] = lease
                 return lease
@@ -234,6 +309,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert verdict == "ok"
             job.let_go(shard)
             job.settle(shard, record_of(lease))
+            self.refresh(job)
         else:
             assert verdict == "lost"
 
@@ -248,6 +324,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert lost or reply == job.owns(lease)
         if job.owns(lease):
             job.put_back(shard)
+            self.refresh(job)
             if fault:
                 job.faults[shard] = fault
             else:
@@ -270,7 +347,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert lost or expired == len(job.overdue)
         for shard in list(job.overdue):
             job.put_back(shard)
-        assert (ready, running) == (len(job.ready), len(job.owners))
+        self.refresh(job)
+        assert (ready, running) == (0 if job.paused else len(job.ready), len(job.owners))
 
     @precondition(lambda self: any(job.records for job in self.jobs))
     @rule(number=JOBS, lost=LOST, data=st.data())
@@ -283,13 +361,14 @@ class LedgerMachine(RuleBasedStateMachine):
         another = committed[shard].model_copy(update={"attempt": "another"})
         assert not self.ledger.reopen(job.spec, shard, another)
         reply = self.run(lost, self.ledger.reopen, job.spec, shard, committed[shard])
-        open_yet = job.state in ("in_progress", "finalizing")
+        open_yet = job.state in ("in_progress", "finalizing") and not job.expiring
         assert lost or reply == open_yet
         if open_yet:
             del job.records[shard]
             job.tries.pop(shard)
             job.ready.add(shard)
             job.state = "in_progress"
+            self.refresh(job)
 
     @precondition(lambda self: self.attempts > 3)
     @rule(number=JOBS, lost=LOST)
@@ -300,19 +379,56 @@ class LedgerMachine(RuleBasedStateMachine):
         reply = self.run(lost, self.ledger.cancel, job.spec.id)
         if job.state in ("validating", "in_progress"):
             job.stop("cancelling")
+            self.refresh(job)
         assert reply == ("ok" if job.state in ("cancelling", "cancelled") else job.state)
 
-    @precondition(lambda self: any(job.state in ENDING for job in self.jobs))
+    @rule(number=JOBS, lost=LOST)
+    def pause(self, number: int, lost: bool) -> None:
+        self.set_paused(self.jobs[number], self.run(lost, self.ledger.pause, self.jobs[number].spec.id), True)
+
+    @rule(number=JOBS, lost=LOST)
+    def resume(self, number: int, lost: bool) -> None:
+        self.set_paused(self.jobs[number], self.run(lost, self.ledger.resume, self.jobs[number].spec.id), False)
+
+    def set_paused(self, job: Job, reply: str, paused: bool) -> None:
+        can_be = job.state in ("validating", "in_progress")
+        assert reply == ("ok" if can_be else job.state or "gone")
+        if can_be:
+            job.paused = paused
+            self.refresh(job)
+
+    @precondition(lambda self: self.attempts > 3)
+    @rule(number=JOBS, lost=LOST)
+    def the_deadline_passes(self, number: int, lost: bool) -> None:
+        job = self.jobs[number]
+        if job.state is None:
+            return
+        if job.state in ("validating", "in_progress"):
+            assert self.run(lost, self.ledger.expire_job, job.spec.id) == "early"
+            self.client.hset(key(job.spec.id, "job"), "expires_at", 1)
+        reply = self.run(lost, self.ledger.expire_job, job.spec.id)
+        if job.state in ("validating", "in_progress"):
+            job.stop("finalizing")
+            job.expiring = True
+            self.refresh(job)
+        assert reply == ("ok" if job.expiring else job.state)
+
+    @precondition(lambda self: any(job.ending for job in self.jobs))
     @rule(number=JOBS, lost=LOST)
     def finish(self, number: int, lost: bool) -> None:
         """An assembler ends the job as it should, after one that is late has tried from a state long gone."""
         job = self.jobs[number]
-        for from_state, end in ENDING.items():
+        assert self.ledger.ending(job.spec.id) == job.ending
+        for from_state, end in (
+            ("finalizing", "expired" if job.expiring else "completed"),
+            ("cancelling", "cancelled"),
+        ):
             dead = len(job.records) - len(job.segments)
             manifest = manifest_of(job.spec, end, ok=job.rows_done, failed=len(job.segments) + ROWS * dead)
             reply = self.run(lost, self.ledger.finish, manifest, from_state)
             if job.state == from_state:
                 job.stop(end)
+                self.refresh(job)
             assert reply == ("ok" if job.state == end else job.state or "gone")
 
     @precondition(lambda self: self.attempts > 3)
@@ -324,6 +440,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         if job.state == from_state:
             job.stop("failed")
+            self.refresh(job)
         assert reply == ("ok" if job.state == "failed" else job.state or "gone")
 
     # --- what must hold -----------------------------------------------------------------------------------------
@@ -331,21 +448,28 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def the_ledger_is_as_the_model_says(self) -> None:
         live = [job.spec.id for job in self.jobs if job.state and job.state not in TERMINAL]
-        open_jobs = [job.spec.id for job in self.jobs if job.state == "in_progress"]
         pipe = self.client.pipeline(transaction=False)
         pipe.zrange("pm:live", 0, -1)
-        pipe.zrange(f"pm:active:{model_key(MODEL)}", 0, -1)
+        pipe.zrange(QUEUE, 0, -1, withscores=True)
         for job in self.jobs:
             for name in KEYS:
                 if name in ("ready", "leases"):
                     pipe.zrange(key(job.spec.id, name), 0, -1, withscores=True)
                 else:
                     pipe.hgetall(key(job.spec.id, name))
-        found_live, found_open, *found = pipe.execute()
+        found_live, found_levels, *found = pipe.execute()
         assert sorted(found_live) == live
-        assert found_open == open_jobs
+        assert found_levels == [(str(p), -p) for p, level in sorted(self.levels.items(), reverse=True) if level.tenants]
         for place, job in enumerate(self.jobs):
             check(job, dict(zip(KEYS, found[place * len(KEYS) :], strict=False)))
+
+    @invariant()
+    def the_queue_is_as_the_model_says(self) -> None:
+        for priority, level in self.levels.items():
+            assert dict(self.client.zrange(f"{QUEUE}:{priority}", 0, -1, withscores=True)) == level.tenants
+            for tenant in ("gold", "base"):
+                found = self.client.zrange(f"{QUEUE}:{priority}/{tenant}", 0, -1, withscores=True)
+                assert {place.partition(":")[2]: time for place, time in found} == level.jobs.get(tenant, {})
 
     def run(self, lost: bool, act: Any, *args: Any, **fields: Any) -> Any:
         self.client.lossy = lost
@@ -353,6 +477,9 @@ class LedgerMachine(RuleBasedStateMachine):
             return act(*args, **fields)
         finally:
             self.client.lossy = False
+
+    def refresh(self, job: Job) -> None:
+        self.levels[job.spec.priority].refresh(job)
 
     def handed_out(self, which: int) -> Lease:
         return self.leases[-1 - which % len(self.leases)]
@@ -367,6 +494,7 @@ def check(job: Job, found: dict[str, Any]) -> None:
     for shard, lease in job.owners.items():
         own |= {f"s:{shard}": lease.attempt, f"a:{lease.attempt}": str(shard), f"f:{shard}": str(lease.fence)}
     assert found["job"].get("state") == job.state
+    assert ("paused" in found["job"]) == job.paused
     assert {int(shard) for shard, _ in found["ready"]} == job.ready
     assert {int(shard) for shard, _ in found["leases"]} == set(job.owners)
     assert {int(shard) for shard, expiry in found["leases"] if expiry == 1} == job.overdue
