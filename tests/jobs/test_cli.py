@@ -3,8 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,38 +11,16 @@ from uuid import uuid4
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from jobs import cli, settings
 from jobs.broker import ASSEMBLE, CONTROL_QUEUE
 from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
 from jobs.ledger import Ledger
+from tests.jobs.commands import Command, commands
 from tests.jobs.ledgers import leased, worker
 from tests.jobs.site import Site
 from tests.servers import BUCKET, S3Server, ValkeyServer
 
 RECORDS = ("--model", "tiny", "--prompt-column", "prompt")
 DEAD_S3 = S3Server("http://127.0.0.1:1")
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    @property
-    def error(self) -> dict[str, str]:
-        """What was said on stderr with --json: one object, and nothing else."""
-        assert self.out == ""
-        return json.loads(self.err)["error"]
-
-
-Command = Callable[..., Done]
 
 
 @pytest.fixture
@@ -65,23 +42,7 @@ def site(valkey: ValkeyServer, folder: Path) -> Site:
 def pagemill(
     site: Site, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> Iterator[Command]:
-    """Runs a command as the console script does; keyword arguments are settings in its environment."""
-
-    def run(*arguments: str | Path, **environment: str) -> Done:
-        services = {**valkey.environment(), "PAGEMILL_STORAGE": site.settings.storage_url}
-        with monkeypatch.context() as patch:
-            for name, value in {**services, **environment}.items():
-                patch.setenv(name, value)
-            patch.setattr(sys, "argv", ["pagemill", *map(str, arguments)])
-            settings.settings.cache_clear()
-            capfdbinary.readouterr()
-            with pytest.raises(SystemExit) as caught:
-                cli.main()
-        out, err = capfdbinary.readouterr()
-        return Done(int(caught.value.code or 0), out.decode(), err.decode())
-
-    yield run
-    settings.settings.cache_clear()
+    yield from commands(site, valkey, monkeypatch, capfdbinary)
 
 
 @pytest.fixture
@@ -370,6 +331,7 @@ def test_the_doctor_names_what_is_wrong(pagemill: Command, site: Site) -> None:
     assert {name: check["ok"] for name, check in found.items()} == {
         "redis": True,
         "storage": True,
+        "lost jobs": True,
         "workers": False,
         "engine": True,
         "embedded valkey": True,
@@ -380,6 +342,27 @@ def test_the_doctor_names_what_is_wrong(pagemill: Command, site: Site) -> None:
     assert sick.code == EXIT_UNREACHABLE
     assert "redis://:***@127.0.0.1:1/0 does not answer" in sick.json["redis"]["detail"]
     assert "no storage for gs://" in sick.json["storage"]["detail"]
+
+
+def test_a_job_that_only_storage_knows_is_recovered(pagemill: Command, site: Site, job: str) -> None:
+    assert pagemill("recover", "--dry-run").out == "No job is lost.\n"
+    site.control.plan(job)
+    site.work(site.ledger.spec(job))
+    site.ledger.client.flushall()
+    lost = pagemill("status", job)
+    assert lost.code == EXIT_USAGE
+    assert "`pagemill recover`" in lost.err
+    assert "`pagemill list`" in pagemill("status", "another").err
+    check = pagemill("doctor", "--json").json["lost jobs"]
+    assert (check["ok"], job in check["detail"]) == (False, True)
+    assert pagemill("recover", "--dry-run", "--json").json == {"lost": [job], "recovered": [], "skipped": {}}
+    (view,) = pagemill("recover", "--json").json["recovered"]
+    assert (view["id"], view["state"], view["done"], view["failed"]) == (job, "finalizing", 2, 1)
+    assert pagemill("recover").out.startswith("No job is lost")
+    site.control.assemble(job)
+    assert pagemill("status", job, "--json").json["state"] == "completed"
+    site.ledger.client.flushall()
+    assert "completed" in pagemill("recover").out
 
 
 def test_the_doctor_warns_of_a_server_that_may_evict_or_forget(pagemill: Command, valkey: ValkeyServer) -> None:
