@@ -78,8 +78,9 @@ class JobFailed(PagemillError):
 class RowError(BaseModel):
     """Why one row has no result: what is wrong, with which field, and where in the input.
 
-    `line` is 1-based, `byte` is the 0-based offset of that line's first byte, `param` is a dotted path into the row.
-    `file` is the URL of the file, where the input has several.
+    `line` is 1-based; in Parquet it is the row. `byte` is the 0-based offset of that line's first byte, where lines
+    have one: in a compressed file, of what it holds. `file` is the file, where the input has several. `param` is a
+    dotted path into the row.
     """
 
     model_config = ConfigDict(frozen=True)

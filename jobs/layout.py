@@ -2,7 +2,9 @@
 
     jobs/<id>/job.json                                 the spec
     jobs/<id>/plan.jsonl                               the shards
-    jobs/<id>/input.jsonl                              the input, where workers could not read the original
+    jobs/<id>/in/000000.csv.gz                         the input's files, where workers could not read the originals
+    jobs/<id>/in/<random>.jsonl                        their rows, where those cannot be read from the files in parts
+    jobs/<id>/source.json                              what the shards are parts of, where it is not just the input
     jobs/<id>/att/<shard>/<fence>-<attempt>.jsonl      the segment of one attempt, and its errors beside it
     jobs/<id>/att/<shard>/<fence>-<attempt>.json       its record, put after both: the segment is whole
     jobs/<id>/remaining.jsonl                          what a cancelled job has not done, ready to submit
@@ -40,9 +42,17 @@ class JobLayout:
     def plan(self) -> str:
         return f"{self.root}/plan.jsonl"
 
+    def input(self, place: int, suffix: str) -> str:
+        """File number `place` of the input."""
+        return f"{self.root}/in/{place:06}{suffix}"
+
+    def copy_of_input(self, name: str, suffix: str) -> str:
+        """A copy of the input's rows; `name` is random, so that planners at work at once do not share one."""
+        return f"{self.root}/in/{name}{suffix}"
+
     @property
-    def input(self) -> str:
-        return f"{self.root}/input.jsonl"
+    def source(self) -> str:
+        return f"{self.root}/source.json"
 
     @property
     def remaining(self) -> str:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from jobs.duplicates import IdDigests, Repeats
 from jobs.errors import InputChanged, PagemillError, RowError
@@ -21,8 +22,9 @@ from jobs.row_fields import shown
 from jobs.rows import Row, parse_row
 from jobs.settings import Settings
 from jobs.shards import Plan, RowErrors, Shard, dump_plan, dump_shard, load_plan, load_shard
-from jobs.source import Source, direct, read_lines, source_of
+from jobs.source import Source, read_lines, source_of
 from jobs.spec import JobSpec
+from jobs.staging import prepare_source
 from jobs.storage import Store
 
 __all__ = [
@@ -68,14 +70,17 @@ def plan(
 ) -> Planned:
     """Cuts the job's input into shards and checks each of its rows. The same input and limits give the same plan.
 
+    Where shards cannot be parts of the files as they are, a copy is made first, and stays the one for this job.
+
     `on_progress` hears the rows and bytes read so far, every few megabytes. Raises InputChanged where the input is
     not the version that the job was submitted with, and PagemillError (`empty_file`) where it has no row.
     """
-    source = direct(spec.input)
+    source = prepare_source(spec, stores, lambda size: on_progress(0, size))
     cutter = _Cutter(spec, source, limits)
     digests = IdDigests()
     errors = RowErrors()
-    for planned in _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, size)):
+    everything = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, size))
+    for planned in islice(everything, spec.input.limit):
         match planned.row:
             case RowError() as error:
                 errors.add(error)
@@ -88,8 +93,9 @@ def plan(
         raise PagemillError("The input has no rows.", code="empty_file", hint="Each line is to be a JSON object.")
     shards = cutter.finish()
     if repeated := digests.repeated():
-        everything = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, source.end))
-        shards, errors = _with_duplicates(spec, everything, shards, errors, Repeats(repeated))
+        again = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, source.end))
+        rows = islice(again, spec.input.limit)
+        shards, errors = _with_duplicates(spec, rows, shards, errors, Repeats(repeated))
     return Planned(cutter.rows, errors.count, tuple(shards), tuple(errors.first), errors)
 
 
@@ -135,7 +141,7 @@ def _read(
 
 def _tokens(line: Line, row: Row) -> int:
     """A guess at the tokens that a row costs, prompt and answer."""
-    prompt = (line.end - line.offset) // _BYTES_PER_TOKEN
+    prompt = len(line.data or b"") // _BYTES_PER_TOKEN
     if isinstance(row.params, Pooling):
         return prompt
     return prompt + (row.params.n or 1) * (row.params.max_tokens or _ANSWER_TOKENS)
@@ -146,6 +152,7 @@ class _Cutter:
 
     def __init__(self, spec: JobSpec, source: Source, limits: Settings) -> None:
         self._source = source
+        self._limit = spec.input.limit
         self._max_tokens = max(
             limits.min_shard_tokens, max(spec.input.size, source.end) // _BYTES_PER_TOKEN // MAX_SHARDS
         )
@@ -165,10 +172,11 @@ class _Cutter:
             self._cut()
 
     def finish(self) -> list[Shard]:
-        """The shards; the last one has the blank lines at the end of the file too."""
+        """The shards. Where all rows were asked for, the last one has the blank lines at the end of the file too."""
         if self.rows > self._first_row:
             self._cut()
-        self._shards[-1] = replace(self._shards[-1], end=self._source.end)
+        if self._limit is None:
+            self._shards[-1] = replace(self._shards[-1], end=self._source.end)
         return self._shards
 
     def _cut(self) -> None:
@@ -199,7 +207,7 @@ def _with_duplicates(
             found.add(_duplicate(row))
             in_shard[bisect_right(first_rows, planned.index) - 1].append(planned.index)
     merged = RowErrors()
-    order = {file.url: place for place, file in enumerate(spec.input.files)}
+    order = {file.label: place for place, file in enumerate(spec.input.files)}
     for error in heapq.merge(
         errors, found, key=lambda error: (order[error.file] if error.file else 0, error.line or 0)
     ):

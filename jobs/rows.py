@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from pydantic_core import from_json
 
 from jobs.errors import RowError
+from jobs.formats.csv_rows import REFUSED
 from jobs.formats.jsonl import Line
 from jobs.openai_rows import MAX_CUSTOM_ID, Request, read_request
 from jobs.pooling import Pooling
@@ -38,15 +39,15 @@ _SAMPLING_COLUMNS = {
 class Row:
     """One request of a job.
 
-    `line` and `offset` are its place in the input, in `file` where there are several. `source` is the line as it was read and `record` the object in it.
-    `kind` says whether the prompt is put through the model's chat template: messages are; a plain prompt of a record
-    is, as one user message; a prompt of a completions request, token ids and what is embedded are not. There is one
-    prompt, but for an embedding, which may have several. A record's `custom_id` column
-    counts where it is a string of at most 512 characters. `lora` names the adapter that is to answer, if any.
+    `line` and `offset` are its place in the input, in `file` where there are several. `source` is the line as it was
+    read and `record` the object in it. `kind` says whether the prompt is put through the model's chat template:
+    messages are; a plain prompt of a record is, as one user message; a prompt of a completions request, token ids and
+    what is embedded are not. There is one prompt, but for an embedding, which may have several. A record's `custom_id`
+    column counts where it is a string of at most 512 characters. `lora` names the adapter that is to answer, if any.
     """
 
     line: int
-    offset: int
+    offset: int | None
     custom_id: str | None
     kind: Kind
     prompts: tuple[Prompt, ...]
@@ -69,6 +70,8 @@ def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
         )
     custom_id: str | None = None
     try:
+        if spec.input.format != "jsonl" and line.data.startswith(REFUSED):
+            raise RowRefused(*json.loads(line.data))
         record, has_surrogates = _parse_object(line.data)
         custom_id = _custom_id(record)
         request = _read(record, spec)
@@ -89,7 +92,7 @@ def parse_row(line: Line, spec: JobSpec) -> Row | RowError:
 
 def _file(line: Line, spec: JobSpec) -> str | None:
     files = spec.input.files
-    return files[line.file].url if len(files) > 1 else None
+    return files[line.file].label if len(files) > 1 else None
 
 
 def _sayable(text: str) -> str:

@@ -20,6 +20,9 @@ from jobs.formats.jsonl import Line, iter_lines
 from jobs.spec import Input, JobSpec
 from jobs.storage import Store
 
+_MASK = (1 << 64) - 1
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15
+
 
 class Extent(NamedTuple):
     """What one file of the input became: the positions [`start`, `start` + `size`) of the object at `url`."""
@@ -44,6 +47,8 @@ class Source(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     extents: tuple[Extent, ...]
+    keep: int | None = None
+    """Of the rows, those whose `sample_key` is at most this; all for None."""
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -67,7 +72,9 @@ class Source(BaseModel):
 
 def source_of(spec: JobSpec, stores: Store) -> Source:
     """Where the rows of a planned job lie."""
-    return direct(spec.input)
+    if spec.input.is_direct:
+        return direct(spec.input)
+    return Source.model_validate_json(stores.read(spec.layout.source))
 
 
 def direct(given: Input) -> Source:
@@ -84,7 +91,7 @@ def read_lines(
     first_line: int,
     on_read: Callable[[int], None] = lambda positions: None,
 ) -> Iterator[Line]:
-    """The lines at the positions [start, end), of which the first is number `first_line` of its file.
+    """The lines at the positions [start, end) that are asked for; at `start` is number `first_line` of its file.
 
     `on_read` hears how many positions were read, every few megabytes. Raises InputChanged where a file is not the
     version that the job was submitted with.
@@ -93,13 +100,31 @@ def read_lines(
         extent = source.extents[piece.file]
         before = source.starts[piece.file] + piece.start - start
         chunks = pinned_chunks(stores, extent, piece, lambda size, before=before: on_read(before + size))  # type: ignore[misc]
-        yield from iter_lines(
+        lines = iter_lines(
             chunks,
             spec.max_line_bytes,
             first_number=first_line if piece.start else 1,
             offset=piece.start,
             file=piece.file,
         )
+        if source.keep is not None:
+            lines = _sampled(lines, source.starts[piece.file], spec.input.sample_seed, source.keep)
+        yield from lines if spec.input.format == "jsonl" else (line._replace(offset=None) for line in lines)
+
+
+def _sampled(lines: Iterator[Line], first: int, seed: int, keep: int) -> Iterator[Line]:
+    return (line for line in lines if sample_key(first + line.end, seed) <= keep)
+
+
+def sample_key(position: int, seed: int) -> int:
+    """A number that looks drawn at random from 64 bits, and that no other position has with this seed.
+
+    The output function of SplitMix64 (Steele, Lea and Flood 2014), which is a bijection.
+    """
+    value = (position + seed * _GOLDEN_RATIO) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
 
 def pinned_chunks(stores: Store, extent: Extent, piece: Piece, on_bytes: Callable[[int], None]) -> Iterator[bytes]:

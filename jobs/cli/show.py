@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED
+from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED, RowError
 from jobs.ledger import Ledger
 from jobs.records import JobView
 
@@ -72,11 +72,17 @@ def print_job(view: JobView) -> None:
 def print_errors(view: JobView) -> None:
     """The bad rows, each with its place; the first few of many."""
     for error in view.errors[:_SHOWN_ERRORS]:
-        place = f"line {error.line}, byte {error.byte}: " if error.line is not None else ""
-        stderr.print(f"[red]{place}[/]{_plain(error.message)} [dim]({error.code})[/]")
+        stderr.print(f"[red]{_plain(_place(error))}[/]{_plain(error.message)} [dim]({error.code})[/]")
     if view.error_count > _SHOWN_ERRORS:
         where = f"; all are in {view.error_url}" if view.error_url else ""
         stderr.print(f"... and {view.error_count - _SHOWN_ERRORS} more bad rows{where}")
+
+
+def _place(error: RowError) -> str:
+    line = f"line {error.line}" if error.line is not None else ""
+    byte = f"byte {error.byte}" if error.byte is not None else ""
+    named = [part for part in (error.file, line, byte) if part]
+    return f"{', '.join(named)}: " if named else ""
 
 
 def print_jobs(views: list[JobView]) -> None:

@@ -18,11 +18,12 @@ class Line(NamedTuple):
     """One line of a file: `number` counts from 1, and [`offset`, `end`) are its bytes with the line end.
 
     `data` is the line without its end (LF or CR LF) and without a byte order mark, or None where the line is longer
-    than the limit. `file` is the file's place among those of the input.
+    than the limit. `file` is the file's place among those of the input. There is no offset where the file is no text
+    of JSON lines itself.
     """
 
     number: int
-    offset: int
+    offset: int | None
     end: int
     data: bytes | None
     file: int = 0

@@ -51,14 +51,14 @@ def test_a_local_input_is_uploaded_if_the_storage_is_a_bucket(
     settings = s3.settings(redis_url=site.settings.redis_url, storage=f"s3://{BUCKET}/{uuid4().hex}/")
     bucket = Site.of(settings, site.ledger)
     spec = prepared(bucket, folder / "in.jsonl")
-    assert spec.input.files[0].url == spec.layout.input
+    assert spec.input.files[0].url == spec.layout.input(0, ".jsonl")
     assert bucket.stores.read(spec.input.files[0].url, etag=spec.input.files[0].etag) == DATA
 
 
 def test_standard_input_is_kept_with_the_job(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(DATA)))
     spec = prepared(site, "-")
-    assert spec.input.files[0].url == spec.layout.input
+    assert spec.input.files[0].url == spec.layout.input(0, ".jsonl")
     assert site.stores.read(spec.input.files[0].url) == DATA
 
 
@@ -82,7 +82,7 @@ def test_a_name_is_taken_literally(site: Site, folder: Path) -> None:
     [
         ("missing.jsonl", "input_not_found", "no file missing.jsonl"),
         ("in.jsonl/x", "input_not_found", "no file"),
-        ("sub", "usage", "sub is a folder"),
+        ("sub", "input_not_found", "sub has no files"),
         ("empty.jsonl", "empty_file", "is empty"),
         ("gs://bucket/key", "usage", "no storage for gs://"),
         ("file://another-host/x", "usage", "not a file URL of this machine"),

@@ -1,0 +1,191 @@
+"""The input as the submitter names it - files, folders, globs, URLs, standard input - as pinned files.
+
+A path or key that exists is that file, whatever characters it has. Else `*`, `?` and `[...]` stand for characters
+other than `/`, and `**` for any. A folder is all files below it, but for those whose name begins with `.` or `_`.
+Files come in the order in which they were named, and those of one name in the byte order of their paths.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from jobs.errors import ObjectNotFound, UsageError
+from jobs.formats.names import compression_of, compression_of_bytes, compression_suffix, format_of
+from jobs.layout import JobLayout, absolute_url
+from jobs.spec import Format, Input, InputFile
+from jobs.storage import Stores
+from jobs.storage.file import path_of
+
+STDIN = "-"
+MAX_FILES = 10_000
+"""The ledger holds a job's spec, which lists its files."""
+
+_HEADS_AT_ONCE = 16
+_PIECE = 1 << 20
+_SPECIAL = re.compile(r"[*?[]")
+
+
+@dataclass(frozen=True, slots=True)
+class InputOptions:
+    """What a job takes of its files; see `Input`. Without a format the files' names say it."""
+
+    format: Format | None = None
+    limit: int | None = None
+    sample: int | None = None
+    sample_seed: int = 0
+
+
+def find_files(sources: Sequence[str], stores: Stores) -> list[str]:
+    """The URLs of the files that the sources name, or `-` alone for standard input.
+
+    Raises UsageError for a source that is missing or named twice, and whatever the storage raises.
+    """
+    if STDIN in sources:
+        if len(sources) > 1:
+            raise UsageError("Standard input ('-') cannot be one of several inputs.", hint="Give '-' alone.")
+        return [STDIN]
+    seen: dict[str, None] = {}
+    for source in sources:
+        for url in _files_of(source, stores):
+            if url in seen:
+                raise UsageError(f"{url} is named twice: its rows would run twice.", hint="Name each file once.")
+            seen[url] = None
+    if len(seen) > MAX_FILES:
+        raise UsageError(f"The input is more than {MAX_FILES:,} files.", hint="Join some, or submit several jobs.")
+    return list(seen)
+
+
+def place_files(urls: Sequence[str], options: InputOptions, layout: JobLayout, stores: Stores) -> Input:
+    """The input of these files, where workers can read it: local ones are uploaded where the storage is not local.
+
+    Raises UsageError for files that are empty, or of more than one format; and whatever the storage raises.
+    """
+    if list(urls) == [STDIN]:
+        kind = options.format or "jsonl"
+        files = [_standard_input(kind, layout, stores)]
+    else:
+        kind = options.format or _common_format(urls)
+        with ThreadPoolExecutor(_HEADS_AT_ONCE) as pool:
+            files = list(pool.map(lambda item: _placed(*item, kind, layout, stores), enumerate(urls)))
+    _check_sizes(files)
+    return Input(
+        files=tuple(files), format=kind, limit=options.limit, sample=options.sample, sample_seed=options.sample_seed
+    )
+
+
+def _files_of(source: str, stores: Stores) -> list[str]:
+    url = absolute_url(source)
+    if url.startswith("file://"):
+        path = path_of(url)
+        if path.is_dir():
+            return _in_folder(source, f"file://{path}/", stores)
+        if path.exists():
+            return [f"file://{path}"]
+        missing = UsageError(f"There is no file {source}.", code="input_not_found")
+    else:
+        if url.endswith("/"):
+            return _in_folder(source, url, stores)
+        try:
+            return [stores.head(url).url]
+        except ObjectNotFound:
+            missing = UsageError(
+                f"There is no object {source}.",
+                code="input_not_found",
+                hint="If it is a folder, end it with '/'.",
+            )
+    if _SPECIAL.search(url):
+        return _matching(source, url, stores)
+    raise missing
+
+
+def _in_folder(source: str, url: str, stores: Stores) -> list[str]:
+    paths = (info.url.removeprefix(url) for info in stores.list(url))
+    # A key that ends with a slash is what some tools make of a folder.
+    names = [
+        path
+        for path in paths
+        if not path.endswith("/") and path and not any(part.startswith((".", "_")) for part in path.split("/"))
+    ]
+    if not names:
+        raise UsageError(f"The folder {source} has no files.", code="input_not_found")
+    for name in names:
+        if format_of(name) is None:
+            raise UsageError(
+                f"The folder {source} has a file that is no input by its name: {name}.",
+                hint=f"Name the files that are: '{source.rstrip('/')}/**.jsonl'.",
+            )
+    return [url + name for name in names]
+
+
+def _matching(source: str, url: str, stores: Stores) -> list[str]:
+    found = _SPECIAL.search(url)
+    prefix = url[: found.start()] if found else url
+    pattern = re.compile(_regex(url), re.DOTALL)
+    urls = [info.url for info in stores.list(prefix) if pattern.fullmatch(info.url) and not info.url.endswith("/")]
+    if not urls:
+        raise UsageError(f"No file matches {source}.", code="input_not_found")
+    return urls
+
+
+def _regex(glob: str) -> str:
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[!?\]?[^]]*\])", glob)
+    return "".join(_GLOB.get(part) or _class(part) or re.escape(part) for part in parts)
+
+
+_GLOB = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
+def _class(part: str) -> str:
+    """A `[...]` of a glob as a regular expression; nothing for any other part."""
+    if len(part) < 3 or not part.startswith("["):
+        return ""
+    negated = part[1] == "!"
+    inner = part[2 if negated else 1 : -1].replace("\\", r"\\").replace("[", r"\[").replace("]", r"\]")
+    return f"(?!/)[{'^' * negated}{inner}]"
+
+
+def _common_format(urls: Sequence[str]) -> Format:
+    """The one format of the files; a name that says none is one of JSON lines."""
+    kinds = {url: format_of(url) or "jsonl" for url in urls}
+    first = urls[0]
+    for url, kind in kinds.items():
+        if kind != kinds[first]:
+            raise UsageError(
+                f"The input mixes formats: {first} is {kinds[first]}, and {url} is {kind}.",
+                hint="Submit a job for each, or say with --input-format what they all are.",
+            )
+    return kinds[first]
+
+
+def _placed(place: int, url: str, kind: Format, layout: JobLayout, stores: Stores) -> InputFile:
+    name = url.removeprefix("file://")
+    compression = compression_of(url)
+    if url.startswith("file://") and not layout.storage_url.startswith("file://"):
+        target = layout.input(place, f".{kind}{compression_suffix(url)}")
+        info = stores.put_file(target, path_of(url))
+    else:
+        info = stores.head(url)
+    return InputFile(name=name, url=info.url, size=info.size, etag=info.etag, compression=compression)
+
+
+def _standard_input(kind: Format, layout: JobLayout, stores: Stores) -> InputFile:
+    url = layout.input(0, f".{kind}")
+    head = sys.stdin.buffer.read(_PIECE)
+    with stores.writer(url) as writer:
+        piece = head
+        while piece:
+            writer.write(piece)
+            piece = sys.stdin.buffer.read(_PIECE)
+    info = writer.info
+    compression = compression_of_bytes(head)
+    return InputFile(name="standard input", url=info.url, size=info.size, etag=info.etag, compression=compression)
+
+
+def _check_sizes(files: list[InputFile]) -> None:
+    for file in files:
+        if file.size == 0 and (file.compression or len(files) == 1):
+            raise UsageError(f"{file.label} is empty.", code="empty_file", hint="It is to have at least one row.")
+    if not any(file.size for file in files):
+        raise UsageError(f"All {len(files)} files of the input are empty.", code="empty_file")

@@ -1,0 +1,121 @@
+"""What a planner does before it plans, where shards cannot be parts of the input's files as they are.
+
+Files that are compressed, or CSV, are written once as JSON lines to the job's own storage; of a sample, the key is
+found that parts its rows from the others. In order: the copy is written under a name of its own, then `source.json`
+says where it is, if no other planner said so first. A stop between the two leaves an object that nobody refers to.
+"""
+
+import heapq
+import secrets
+from collections.abc import Callable, Iterator
+
+from jobs.errors import ObjectNotFound, PreconditionFailed
+from jobs.formats.compressed import decompressed
+from jobs.formats.csv_rows import csv_to_jsonl
+from jobs.source import Extent, Piece, Source, direct, pinned_chunks, read_lines, sample_key, source_of
+from jobs.spec import InputFile, JobSpec
+from jobs.storage import Store
+
+_WRITE = 1 << 20
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+def prepare_source(spec: JobSpec, stores: Store, on_progress: Callable[[int], None]) -> Source:
+    """Where the job's rows lie, made ready if need be. `on_progress` hears the bytes of the copy, every megabyte.
+
+    Raises InputChanged, and PagemillError for a file that is not whole, or is not what its name says.
+    """
+    if spec.input.is_direct:
+        return direct(spec.input)
+    try:
+        return source_of(spec, stores)
+    except ObjectNotFound:
+        pass
+    source = _copied(spec, stores, on_progress)
+    if spec.input.sample is not None:
+        source = source.model_copy(update={"keep": _highest_kept(spec, stores, source, spec.input.sample, on_progress)})
+    try:
+        stores.put_if_absent(spec.layout.source, source.model_dump_json().encode())
+    except PreconditionFailed:
+        stores.delete({extent.url for extent in source.extents} - {file.url for file in spec.input.files})
+        return source_of(spec, stores)
+    return source
+
+
+def _copied(spec: JobSpec, stores: Store, on_progress: Callable[[int], None]) -> Source:
+    """The source, with all files in it that have to be copied in one object."""
+    originals = direct(spec.input).extents
+    if not any(_needs_copy(spec, file) for file in spec.input.files):
+        return Source(extents=originals)
+    spans: list[tuple[int, int] | None] = []
+    position = rows = 0
+    with stores.writer(spec.layout.copy_of_input(secrets.token_hex(16), ".jsonl")) as writer:
+        for place, file in enumerate(spec.input.files):
+            if not _needs_copy(spec, file):
+                spans.append(None)
+                continue
+            start = position
+            for piece in _batched(_text(spec, stores, file, originals[place])):
+                writer.write(piece)
+                position += len(piece)
+                on_progress(position)
+                rows += _rows_at_least(piece)
+                if spec.input.limit is not None and rows >= spec.input.limit:
+                    break
+            spans.append((start, position - start))
+    copy = writer.info
+    return Source(
+        extents=tuple(
+            original if span is None else Extent(copy.url, copy.etag, *span)
+            for original, span in zip(originals, spans, strict=True)
+        )
+    )
+
+
+def _needs_copy(spec: JobSpec, file: InputFile) -> bool:
+    return file.compression is not None or spec.input.format != "jsonl"
+
+
+def _text(spec: JobSpec, stores: Store, file: InputFile, original: Extent) -> Iterator[bytes]:
+    """The file as JSON lines."""
+    chunks = pinned_chunks(stores, original, Piece(0, 0, file.size), lambda size: None)
+    if file.compression is not None:
+        chunks = decompressed(chunks, file.compression, file.label)
+    if spec.input.format == "jsonl":
+        return chunks
+    return csv_to_jsonl(chunks, _DELIMITERS[spec.input.format], spec.max_line_bytes, file.label)
+
+
+def _batched(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces of a megabyte or more."""
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= _WRITE:
+            yield b"".join(held)
+            held, size = [], 0
+    if size:
+        yield b"".join(held)
+
+
+def _rows_at_least(piece: bytes) -> int:
+    """How many rows surely end in a piece of the file: what is cut at its two ends may be blank."""
+    return sum(1 for line in piece.split(b"\n")[1:-1] if line and not line.isspace())
+
+
+def _highest_kept(
+    spec: JobSpec, stores: Store, source: Source, count: int, on_progress: Callable[[int], None]
+) -> int | None:
+    """The highest key of the `count` rows with the lowest keys; None where there are no more rows than that."""
+    kept: list[int] = []  # a heap of the lowest keys, negated: the highest of them is on top
+    more = False
+    for line in read_lines(spec, stores, source, 0, source.end, 1, on_progress):
+        key = -sample_key(source.starts[line.file] + line.end, spec.input.sample_seed)
+        if len(kept) < count:
+            heapq.heappush(kept, key)
+        else:
+            more = True
+            heapq.heappushpop(kept, key)
+    return -kept[0] if more else None
