@@ -10,14 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import groupby, islice
 
 from jobs.errors import InputChanged, ObjectNotFound, PreconditionFailed, RowError
 from jobs.layout import JobLayout
-from jobs.ledger import Ledger
-from jobs.planner import Plan, Shard, load_plan, raw_lines, shard_rows
+from jobs.ledger import Ending, Ledger
+from jobs.planner import Plan, PlannedRow, Shard, load_plan, raw_lines, shard_rows
 from jobs.records import DeadShard, Manifest, ManifestSegment, Part, ResultFile, SegmentRecord, Usage
-from jobs.results import lines_for
+from jobs.results import error_line, lines_for
 from jobs.rows import Row
 from jobs.spec import JobSpec
 from jobs.storage import ObjectInfo, Stores
@@ -25,7 +25,7 @@ from jobs.storage import ObjectInfo, Stores
 log = logging.getLogger(__name__)
 
 _HEADS_AT_ONCE = 16
-_DEAD_ATTEMPT = "dead"
+_DEAD_ATTEMPT, _NEVER_RUN_ATTEMPT = "dead", "unrun"
 
 
 def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -33,13 +33,13 @@ def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callabl
 
     A committed segment that is not in storage any more makes its shard ready again, and the job goes on.
     """
-    state = ledger.state(spec.id)
-    if state not in ("finalizing", "cancelling"):
+    ending = ledger.ending(spec.id)
+    if ending is None:
         return
     records = ledger.records(spec.id)
     planned = _stored_plan(stores, spec.layout)
     vanished = list(_vanished(records, stores, spec.layout, on_progress))
-    if vanished and state == "finalizing":
+    if vanished and ending == "completed":
         for shard in vanished:
             log.warning("job %s: the segment of shard %d is gone from storage, it runs again", spec.id, shard)
             ledger.reopen(spec, shard, _segment(records[shard]))
@@ -49,11 +49,13 @@ def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callabl
         for shard in planned.shards
         if (record := records.get(shard.index)) is not None and shard.index not in vanished
     }
-    manifest = _join(spec, stores, planned, segments, state == "cancelling", on_progress)
+    manifest = _join(spec, stores, planned, segments, ending, on_progress)
     view = ledger.view(spec.id)
     times = {name: getattr(view, name) for name in ("in_progress_at", "started_at", "finalizing_at")}
     manifest = manifest.model_copy(update={**times, "ended_at": int(time.time())})
-    ledger.finish(_publish(stores, spec.layout, manifest), from_state=state)
+    ledger.finish(
+        _publish(stores, spec.layout, manifest), from_state="cancelling" if ending == "cancelled" else "finalizing"
+    )
 
 
 def _stored_plan(stores: Stores, layout: JobLayout) -> Plan:
@@ -136,32 +138,30 @@ def _join(
     stores: Stores,
     planned: Plan,
     segments: dict[int, SegmentRecord],
-    cancelled: bool,
+    ending: Ending,
     on_progress: Callable[[], None],
 ) -> Manifest:
-    outputs: list[ObjectInfo] = []
-    errors: list[ObjectInfo] = []
-    for shard, record in sorted(segments.items()):
-        output, error = record.objects(spec.layout, shard)
-        outputs += [output] if output else []
-        errors += [error] if error else []
+    objects = {shard: record.objects(spec.layout, shard) for shard, record in segments.items()}
     parts = [(record.output, record.errors) for record in segments.values()]
-    output_info = stores.concat(outputs, spec.output_url)
+    never_run = _never_run(spec, stores, planned, segments, ending, on_progress) if ending != "completed" else {}
+    errors = {shard: error for shard, (_, error) in objects.items() if error}
+    errors |= {shard: info for shard, (info, _) in never_run.items()}
+    output_info = stores.concat([output for _, (output, _) in sorted(objects.items()) if output], spec.output_url)
     on_progress()
-    error_info = stores.concat(errors, spec.error_url) if errors else None
+    error_info = stores.concat([error for _, error in sorted(errors.items())], spec.error_url) if errors else None
+    error_lines = sum(e.lines for _, e in parts if e) + sum(lines for _, lines in never_run.values())
     on_progress()
     return Manifest(
         job_id=spec.id,
         spec_fingerprint=spec.fingerprint,
-        state="cancelled" if cancelled else "completed",
+        state=ending,
         rows=planned.rows,
         ok=sum(record.ok for record in segments.values()),
         failed=sum(record.failed for record in segments.values()),
         usage=sum((record.usage for record in segments.values()), Usage()),
         output=ResultFile(url=spec.output_url, size=output_info.size, lines=sum(o.lines for o, _ in parts if o)),
-        errors=error_info
-        and ResultFile(url=spec.error_url, size=error_info.size, lines=sum(e.lines for _, e in parts if e)),
-        remaining=_write_remaining(spec, stores, planned, segments) if cancelled else None,
+        errors=error_info and ResultFile(url=spec.error_url, size=error_info.size, lines=error_lines),
+        remaining=_write_remaining(spec, stores, planned, segments) if ending != "completed" else None,
         engines=tuple(sorted({record.engine for record in segments.values() if record.engine})),
         segments=tuple(
             ManifestSegment(shard=shard.index, first_row=shard.first_row, rows=shard.rows, record=segments[shard.index])
@@ -171,8 +171,50 @@ def _join(
     )
 
 
+def _never_run(
+    spec: JobSpec,
+    stores: Stores,
+    planned: Plan,
+    segments: dict[int, SegmentRecord],
+    ending: Ending,
+    on_progress: Callable[[], None],
+) -> dict[int, tuple[ObjectInfo, int]]:
+    """The error lines of the rows that a job did not come to, by the first shard of each run of such, and their number.
+
+    None where the input is no longer the one that was submitted, or was never planned: it is not known to have rows.
+    """
+    found: dict[int, tuple[ObjectInfo, int]] = {}
+    for missing, some in groupby(planned.shards, key=lambda shard: shard.index not in segments):
+        if not missing:
+            continue
+        run = list(some)
+        try:
+            with stores.writer(spec.layout.segment(run[0].index, 0, _NEVER_RUN_ATTEMPT, ".errors")) as writer:
+                for shard in run:
+                    for row in shard_rows(spec, stores, shard):
+                        writer.write(_never_run_line(spec, row, ending))
+                    on_progress()
+        except (ObjectNotFound, InputChanged) as error:
+            log.warning("job %s: no errors for the rows that were not run: %s", spec.id, error)
+            continue
+        found[run[0].index] = writer.info, sum(shard.rows for shard in run)
+    return found
+
+
+def _never_run_line(spec: JobSpec, planned: PlannedRow, ending: Ending) -> bytes:
+    why = "before the batch was cancelled" if ending == "cancelled" else "before the completion window expired"
+    error = RowError(
+        code=f"batch_{ending}",
+        message=f"This request could not be executed {why}.",
+        line=planned.line.number,
+        byte=planned.line.offset,
+        custom_id=planned.row.custom_id,
+    )
+    return error_line(spec, planned.index, planned.line, planned.row if isinstance(planned.row, Row) else None, error)
+
+
 def _write_remaining(spec: JobSpec, stores: Stores, planned: Plan, segments: dict[int, SegmentRecord]) -> str | None:
-    """The input's lines that a cancelled job has not done, as a file that can be submitted.
+    """The input's lines that a job which was stopped has not done, as a file that can be submitted.
 
     None where the input is no longer the one that was submitted: what is done is kept all the same.
     """

@@ -84,7 +84,7 @@ class Control:
                 self._tokens.work(spec.model, min(len(planned.shards), _FIRST_TOKENS))
 
     def assemble(self, job_id: str) -> None:
-        """Join the segments of a job whose shards are settled, or of one that is being cancelled."""
+        """Join the segments of a job whose shards are settled, or of one that is stopped."""
         with self._only_one(job_id, "fin") as keep_lock:
             if keep_lock is None:
                 return
@@ -110,12 +110,19 @@ class Control:
             self.sweep()
 
     def sweep(self) -> None:
-        """Take back expired leases, send the tokens that are missing, and drive on jobs that were left standing."""
+        """Take back expired leases, send the tokens that are missing, and drive on jobs that were left standing.
+
+        A job whose deadline has passed is ended.
+        """
         self._ledger.announce_sweep(_MISSED_SWEEPS * self._settings.sweep_every)
         # While control workers have tokens to take, what is missing may be among them.
         idle = not self._ledger.client.llen(queue_key(CONTROL_QUEUE))
         ready: Counter[str] = Counter()
         leased: Counter[str] = Counter()
+        for job_id in self._ledger.overdue():
+            if self._ledger.expire_job(job_id) == "ok":
+                log.warning("job %s has expired: it ends with what is done", job_id)
+                self._tokens.assemble(job_id)
         for job_id in self._ledger.live_jobs():
             match self._ledger.state(job_id):
                 case "validating" if idle and not self._ledger.lock(job_id, "plan", _LOCK_TTL_S).locked():

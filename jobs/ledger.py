@@ -47,6 +47,7 @@ from jobs.shards import Plan, Shard, dump_shard, load_shard
 from jobs.spec import JobSpec, model_key
 
 Verdict = Literal["ok", "superseded", "lost", "stop"]
+Ending = Literal["completed", "cancelled", "expired"]
 
 _COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
 _TIMES = ("in_progress_at", "started_at", "finalizing_at")
@@ -261,7 +262,7 @@ class Ledger:
         keys = [*self._keys(job_id, "job", "ready", "leases", "own", "progress"), "pm:deadlines"]
         return cast(str, self._run("expire_job", keys, [job_id, _now()]))
 
-    def ending(self, job_id: str) -> Literal["completed", "cancelled", "expired"] | None:
+    def ending(self, job_id: str) -> Ending | None:
         """How a job will end that is `finalizing` or `cancelling`; None for one in any other state."""
         state, ending = cast(list[str | None], self.client.hmget(self._key(job_id, "job"), ["state", "ending"]))
         if state == "finalizing":

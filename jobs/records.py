@@ -34,12 +34,13 @@ class Usage(_Frozen):
 
 
 class Part(_Frozen):
-    """One object of a segment: its output lines, or its error lines."""
+    """One object of a segment: its output, or its error lines. `lines` counts rows where it is Parquet."""
 
     size: int
     etag: str
     sha256: str
     lines: int
+    suffix: str = ".jsonl"
 
 
 class SegmentRecord(_Frozen):
@@ -60,10 +61,11 @@ class SegmentRecord(_Frozen):
     def objects(self, layout: JobLayout, shard: int) -> tuple[ObjectInfo | None, ObjectInfo | None]:
         """The output object and the error object, as they were when they were put; None where there are no lines."""
 
-        def info(part: Part | None, suffix: str) -> ObjectInfo | None:
+        def info(part: Part | None, which: str) -> ObjectInfo | None:
             if part is None:
                 return None
-            return ObjectInfo(layout.segment(shard, self.fence, self.attempt, suffix), part.size, part.etag)
+            url = layout.segment(shard, self.fence, self.attempt, which, part.suffix)
+            return ObjectInfo(url, part.size, part.etag)
 
         return info(self.output, ""), info(self.errors, ".errors")
 
@@ -101,6 +103,9 @@ class ResultFile(_Frozen):
 
 class Manifest(_Frozen):
     """The truth about a finished job: readers need nothing else. It lists exactly one segment a shard, in order.
+
+    A job that was stopped has no segment for the shards that it did not come to. Their rows are neither `ok` nor
+    `failed`, and stand in the error file and the remaining file.
 
     The times are those of `JobView`; `ended_at` is when the manifest was made.
     """
