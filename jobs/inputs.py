@@ -52,6 +52,8 @@ def find_files(sources: Sequence[str], stores: Stores) -> list[str]:
             if url in seen:
                 raise UsageError(f"{url} is named twice: its rows would run twice.", hint="Name each file once.")
             seen[url] = None
+    if not seen:
+        raise UsageError("There is no input.", code="input_not_found", hint="Name a file, a folder, or '-'.")
     if len(seen) > MAX_FILES:
         raise UsageError(f"The input is more than {MAX_FILES:,} files.", hint="Join some, or submit several jobs.")
     return list(seen)

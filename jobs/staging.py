@@ -6,6 +6,7 @@ says where it is, if no other planner said so first. A stop between the two leav
 """
 
 import heapq
+import math
 import secrets
 from collections.abc import Callable, Iterator
 
@@ -47,27 +48,24 @@ def _copied(spec: JobSpec, stores: Store, on_progress: Callable[[int], None]) ->
     originals = direct(spec.input).extents
     if not any(_needs_copy(spec, file) for file in spec.input.files):
         return Source(extents=originals)
-    spans: list[tuple[int, int] | None] = []
-    position = rows = 0
+    limit = spec.input.limit or math.inf
+    spans: list[tuple[int, int]] = []
+    end = rows = 0
     with stores.writer(spec.layout.copy_of_input(secrets.token_hex(16), ".jsonl")) as writer:
-        for place, file in enumerate(spec.input.files):
-            if not _needs_copy(spec, file):
-                spans.append(None)
-                continue
-            start = position
-            for piece in _batched(_text(spec, stores, file, originals[place])):
+        for file, original in zip(spec.input.files, originals, strict=True):
+            start = end
+            pieces = _text(spec, stores, file, original) if _needs_copy(spec, file) else iter(())
+            while rows < limit and (piece := next(pieces, None)) is not None:
                 writer.write(piece)
-                position += len(piece)
-                on_progress(position)
+                end += len(piece)
                 rows += _rows_at_least(piece)
-                if spec.input.limit is not None and rows >= spec.input.limit:
-                    break
-            spans.append((start, position - start))
+                on_progress(end)
+            spans.append((start, end - start))
     copy = writer.info
     return Source(
         extents=tuple(
-            original if span is None else Extent(copy.url, copy.etag, *span)
-            for original, span in zip(originals, spans, strict=True)
+            Extent(copy.url, copy.etag, *span) if _needs_copy(spec, file) else original
+            for file, original, span in zip(spec.input.files, originals, spans, strict=True)
         )
     )
 
@@ -83,7 +81,7 @@ def _text(spec: JobSpec, stores: Store, file: InputFile, original: Extent) -> It
         chunks = decompressed(chunks, file.compression, file.label)
     if spec.input.format == "jsonl":
         return chunks
-    return csv_to_jsonl(chunks, _DELIMITERS[spec.input.format], spec.max_line_bytes, file.label)
+    return _batched(csv_to_jsonl(chunks, _DELIMITERS[spec.input.format], spec.max_line_bytes, file.label))
 
 
 def _batched(pieces: Iterator[bytes]) -> Iterator[bytes]:
