@@ -2,6 +2,7 @@
 
     jobs/<id>/job.json                                 the spec
     jobs/<id>/plan.jsonl                               the shards
+    jobs/<id>/schema.arrow                             the columns of a Parquet output, put before the plan
     jobs/<id>/in/000000.csv.gz                         the input's files, where workers could not read the originals
     jobs/<id>/in/<random>.jsonl                        their rows, where those cannot be read from the files in parts
     jobs/<id>/source.json                              what the shards are parts of, where it is not just the input
@@ -42,6 +43,10 @@ class JobLayout:
     def plan(self) -> str:
         return f"{self.root}/plan.jsonl"
 
+    @property
+    def schema(self) -> str:
+        return f"{self.root}/schema.arrow"
+
     def input(self, place: int, suffix: str) -> str:
         """File number `place` of the input."""
         return f"{self.root}/in/{place:06}{suffix}"
@@ -62,14 +67,13 @@ class JobLayout:
     def manifest(self) -> str:
         return f"{self.root}/manifest.json"
 
-    @property
-    def output(self) -> str:
+    def output(self, suffix: str) -> str:
         """The result, where the submitter named no other place."""
-        return f"{self.root}/output.jsonl"
+        return f"{self.root}/output{suffix}"
 
-    def segment(self, shard: int, fence: int, attempt: str, part: str = "") -> str:
-        """The object of one attempt; `part` tells its error lines (`.errors`) from its output lines."""
-        return f"{self.attempts}{shard:06}/{fence:010}-{attempt}{part}.jsonl"
+    def segment(self, shard: int, fence: int, attempt: str, part: str = "", suffix: str = ".jsonl") -> str:
+        """The object of one attempt; `part` tells its error lines (`.errors`) from its output."""
+        return f"{self.attempts}{shard:06}/{fence:010}-{attempt}{part}{suffix}"
 
     @property
     def attempts(self) -> str:
@@ -107,8 +111,3 @@ def jobs_prefix(storage_url: str) -> str:
 def absolute_url(location: str) -> str:
     """A URL as it is, and a path as a `file://` URL without `..`: workers have another working directory."""
     return location if "://" in location else f"file://{Path(location).expanduser().resolve()}"
-
-
-def errors_beside(output_url: str) -> str:
-    """The error file of an output: `answers.jsonl` has `answers.errors.jsonl`."""
-    return f"{output_url.removesuffix('.jsonl')}.errors.jsonl"

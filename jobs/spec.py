@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from jobs.layout import JobLayout
+from jobs.output import Output
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 
@@ -152,6 +153,7 @@ class JobSpec(BaseModel):
     model: str
     model_aliases: tuple[str, ...] = ()
     input: Input
+    output: Output = Output()
     output_url: str
     error_url: str
     rows: RowShape

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from jobs.broker import PLAN, Tokens
 from jobs.errors import UsageError
 from jobs.inputs import InputOptions, find_files, place_files
-from jobs.layout import JobLayout, absolute_url, errors_beside
+from jobs.layout import JobLayout, absolute_url
 from jobs.ledger import Ledger
+from jobs.output import Output, OutputFormat, errors_beside, output_of
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 from jobs.settings import Settings
@@ -32,6 +33,8 @@ def prepare(
     sampling: Sampling = Sampling(),  # noqa: B008
     pooling: Pooling = Pooling(),  # noqa: B008
     output: str | None = None,
+    output_format: OutputFormat | None = None,
+    taken_up: bool = False,
     on_bad_row: OnBadRow | None = None,
     model_aliases: tuple[str, ...] = (),
     lora: str | None = None,
@@ -40,14 +43,16 @@ def prepare(
     """The spec of a job on `source` (paths, folders, globs, URLs, or `-`), with the input where workers can read it.
 
     Local files are uploaded where the storage is not local. Raises UsageError for an input that is missing or empty,
-    and for an output that could not be written; and whatever the storage raises.
+    and for an output that could not be written, or whose name contradicts `output_format`; and whatever the storage
+    raises. With `taken_up` the output was checked when the run that is taken up began.
     """
     job_id = job_id or new_job_id()
+    form = output_of(output, output_format)
     layout = JobLayout(settings.storage_url, job_id)
     files = find_files([source] if isinstance(source, str) else source, stores)
-    output_url = absolute_url(output) if output else layout.output
-    if output:
-        _check_output(output_url, files, stores)
+    output_url = _output_url(output) if output else layout.output(form.suffix)
+    if output and not taken_up:
+        _check_output(output_url, form, files, stores)
     try:
         return JobSpec(
             id=job_id,
@@ -56,6 +61,7 @@ def prepare(
             model=model,
             model_aliases=model_aliases,
             input=place_files(files, input_options, layout, stores),
+            output=form,
             output_url=output_url,
             error_url=errors_beside(output_url),
             rows=rows,
@@ -77,8 +83,30 @@ def enter(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens) -> None
     tokens.send(PLAN, spec.id)
 
 
-def _check_output(url: str, inputs: Sequence[str], stores: Stores) -> None:
+def _output_url(output: str) -> str:
+    """The output's URL, with the slash that tells a folder."""
+    url = absolute_url(output)
+    return f"{url.rstrip('/')}/" if output.endswith("/") else url
+
+
+def _check_output(url: str, form: Output, inputs: Sequence[str], stores: Stores) -> None:
     """Find out now what would else be found out when all the work is done."""
+    if form.folder:
+        _check_folder(url, form, stores)
+        return
     if url in inputs:
         raise UsageError(f"The output {url} would overwrite the input.", hint="Give the output another name.")
     stores.check_writable(url)
+
+
+def _check_folder(url: str, form: Output, stores: Stores) -> None:
+    """Readers take all files of a folder for one dataset: it has to be ours alone."""
+    if not url.rpartition("://")[2].strip("/").count("/") and url.startswith("s3://"):
+        raise UsageError(f"The output {url} is a whole bucket.", hint="Name a folder in it.")
+    stores.check_writable(f"{url}part-00000{form.suffix}")
+    if (there := next(stores.list(url), None)) is not None:
+        raise UsageError(
+            f"The output folder {url} is not empty: it holds {there.url.removeprefix(url)}.",
+            code="output_not_empty",
+            hint="Name a folder that does not exist yet.",
+        )

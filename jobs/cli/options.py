@@ -15,6 +15,7 @@ import typer
 from pydantic import ValidationError
 
 from jobs.errors import UsageError
+from jobs.output import OutputFormat
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling, StructuredOutput
 from jobs.spec import OnBadRow, OpenAIRows, RecordRows
@@ -27,6 +28,14 @@ _STRUCTURE = "What an answer has to be (one of these)"
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log JSON lines for programs.")]
+AsFormat = Annotated[
+    OutputFormat | None,
+    typer.Option(
+        "--output-format",
+        help="jsonl, jsonl.gz, jsonl.zst or parquet, where the output's name does not say it. "
+        "An output that ends with / is a folder of parts.",
+    ),
+]
 Model = Annotated[
     str,
     typer.Option(

@@ -15,12 +15,13 @@ from typing import Annotated, Any
 import typer
 
 from jobs.cli.client import Client, open_client
-from jobs.cli.options import EngineOptions, JobOptions, Json, Model, with_groups
+from jobs.cli.options import AsFormat, EngineOptions, JobOptions, Json, Model, with_groups
 from jobs.cli.services import children
 from jobs.cli.show import exit_code, follow, print_errors, print_json, stderr, stdout
 from jobs.errors import PagemillError, UsageError
 from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
+from jobs.output import OutputFormat
 from jobs.records import JobView
 from jobs.settings import Settings, settings
 from jobs.spec import JobSpec
@@ -37,6 +38,7 @@ def run(
     model: Model,
     job: JobOptions,
     engine: EngineOptions,
+    output_format: AsFormat = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over instead of taking up a run that was stopped.")
     ] = False,
@@ -48,7 +50,7 @@ def run(
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     config = settings().model_copy(update={"state_dir": folder, "redis_url": "", "storage": ""})
-    spec = _spec(source, output, model, job, config)
+    spec = _spec(source, output, output_format, model, job, config)
     signal.signal(signal.SIGTERM, _interrupt)
     with Supervisor(folder / "log", grace=config.stop_grace) as supervisor:
         supervisor.start(valkey_child(config))
@@ -76,12 +78,17 @@ def run(
 
 def _state_folder(output: str) -> Path:
     """Beside a local output; in the working folder for one in a bucket."""
-    local = Path(output.removeprefix("file://")) if "s3://" not in output else Path(output.rsplit("/", 1)[-1])
+    local = (
+        Path(output.removeprefix("file://")) if "s3://" not in output else Path(output.rstrip("/").rsplit("/", 1)[-1])
+    )
     return local.expanduser().resolve().with_name(f"{local.name}.pagemill")
 
 
-def _spec(source: str, output: str, model: str, job: JobOptions, config: Settings) -> JobSpec:
+def _spec(
+    source: str, output: str, output_format: OutputFormat | None, model: str, job: JobOptions, config: Settings
+) -> JobSpec:
     """The spec of this run: a new one, or that of the stopped run that it takes up."""
+    path = config.state_dir / _SPEC
     spec = prepare(
         source,
         model=model,
@@ -91,11 +98,12 @@ def _spec(source: str, output: str, model: str, job: JobOptions, config: Setting
         sampling=job.sampling,
         pooling=job.embedding,
         output=output,
+        output_format=output_format,
+        taken_up=path.exists(),
         on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),
         lora=job.lora,
     )
-    path = config.state_dir / _SPEC
     if path.exists():
         stopped = JobSpec.model_validate_json(path.read_bytes())
         if stopped.fingerprint == spec.fingerprint:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from jobs.cli.client import open_client
-from jobs.cli.options import JobOptions, Json, Model, with_groups
+from jobs.cli.options import AsFormat, JobOptions, Json, Model, with_groups
 from jobs.cli.show import exit_code, follow, print_job, print_json, stderr
 from jobs.submit import enter, prepare
 
@@ -18,6 +18,7 @@ def submit(
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Path or URL of the result. Default: beside the job.")
     ] = None,
+    output_format: AsFormat = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
     json: Json = False,
 ) -> None:
@@ -32,6 +33,7 @@ def submit(
         sampling=job.sampling,
         pooling=job.embedding,
         output=output,
+        output_format=output_format,
         on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),
         lora=job.lora,

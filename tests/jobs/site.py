@@ -9,8 +9,8 @@ from jobs.broker import Tokens, make_app, queue_key
 from jobs.control import Control
 from jobs.errors import RowError
 from jobs.formats.jsonl import dumps
-from jobs.layout import errors_beside
 from jobs.ledger import Lease, Ledger
+from jobs.output import errors_beside
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord, Usage
 from jobs.results import Choice, Completion, lines_for

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jobs.assemble import assemble
-from jobs.layout import errors_beside
+from jobs.output import errors_beside
 from jobs.records import Manifest, SegmentRecord
 from jobs.spec import JobSpec
 from tests.jobs.site import Site, prompts

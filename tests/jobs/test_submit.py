@@ -39,8 +39,8 @@ def test_a_local_input_is_pinned_where_it_is_if_workers_can_read_files(site: Sit
     spec = prepared(site, "in.jsonl")
     assert (spec.input.files[0].url, spec.input.size) == (f"file://{folder}/in.jsonl", len(DATA))
     assert spec.input.files[0].etag == site.stores.head(spec.input.files[0].url).etag
-    assert spec.output_url == spec.layout.output
-    assert spec.error_url == spec.layout.output.replace(".jsonl", ".errors.jsonl")
+    assert spec.output_url == f"{spec.layout.root}/output.jsonl"
+    assert spec.error_url == f"{spec.layout.root}/output.errors.jsonl"
 
 
 @pytest.mark.parametrize("kind", ["moto", "rclone"])
