@@ -160,6 +160,7 @@ class Ledger:
             "expire_job",
             "reopen",
             "finish",
+            "forget",
         )
         queue = _lua("queue")
         self._scripts: dict[str, Script] = {name: client.register_script(queue + _lua(name)) for name in names}
@@ -234,6 +235,11 @@ class Ledger:
             **_result(manifest),
         }
         return self._finish(manifest.job_id, "validating", manifest.state, fields, manifest.ended_at)
+
+    def forget(self, job_id: str) -> str:
+        """Remove a job that has ended. 'ok', or the state of one that has not."""
+        keys = self._keys(job_id, "ready", "leases", "own", "commit", "tries", "faults", "shards", "progress")
+        return cast(str, self._run("forget", [self._key(job_id, "job"), "pm:jobs", "pm:live", *keys], [job_id]))
 
     def stall(self, job_id: str, reason: str) -> None:
         """Let people see why a job does not come to its end."""
@@ -361,9 +367,9 @@ class Ledger:
         """The jobs that have not ended, oldest first."""
         return cast(list[str], self.client.zrange("pm:live", 0, -1))
 
-    def job_ids(self, limit: int) -> list[str]:
-        """The newest jobs, newest first."""
-        return cast(list[str], self.client.zrange("pm:jobs", 0, limit - 1, desc=True))
+    def job_ids(self, limit: int | None) -> list[str]:
+        """The newest jobs, or all, newest first."""
+        return cast(list[str], self.client.zrange("pm:jobs", 0, -1 if limit is None else limit - 1, desc=True))
 
     def view(self, job_id: str) -> JobView:
         """The job as people see it. Raises UsageError if there is none of that id."""

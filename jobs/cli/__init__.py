@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 from rich.console import Console
 
 from jobs.cli.doctor import doctor
+from jobs.cli.gc import gc
 from jobs.cli.inspect import cancel, errors, list_jobs, results, status, watch
 from jobs.cli.recover import recover
 from jobs.cli.run import run
@@ -37,7 +38,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "errors": errors,
     },
     "Services": {"up": up},
-    "Operations": {"doctor": doctor, "recover": recover},
+    "Operations": {"doctor": doctor, "recover": recover, "gc": gc},
 }
 
 

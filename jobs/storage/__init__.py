@@ -6,12 +6,23 @@ from pathlib import Path
 
 from jobs.errors import UsageError
 from jobs.settings import Settings
-from jobs.storage.base import CHUNK, ObjectInfo, ObjectWriter, Store, stream_into
+from jobs.storage.base import CHUNK, ObjectInfo, ObjectWriter, Store, StoredObject, UnfinishedWrite, stream_into
 from jobs.storage.file import FileStore
 from jobs.storage.s3 import S3Store, shared_s3_store
 from jobs.storage.s3_object import S3Config
 
-__all__ = ["FileStore", "ObjectInfo", "ObjectWriter", "S3Config", "S3Store", "Store", "Stores", "open_store"]
+__all__ = [
+    "FileStore",
+    "ObjectInfo",
+    "ObjectWriter",
+    "S3Config",
+    "S3Store",
+    "Store",
+    "StoredObject",
+    "Stores",
+    "UnfinishedWrite",
+    "open_store",
+]
 
 
 def _scheme(url: str) -> str:
@@ -83,6 +94,15 @@ class Stores:
 
     def folders(self, prefix_url: str) -> Iterator[str]:
         return self.at(prefix_url).folders(prefix_url)
+
+    def stored(self, prefix_url: str) -> Iterator[StoredObject]:
+        return self.at(prefix_url).stored(prefix_url)
+
+    def unfinished(self, prefix_url: str) -> Iterator[UnfinishedWrite]:
+        return self.at(prefix_url).unfinished(prefix_url)
+
+    def discard(self, write: UnfinishedWrite) -> None:
+        self.at(write.url).discard(write)
 
     def delete(self, urls: Iterable[str]) -> None:
         for scheme, group in groupby(urls, _scheme):

@@ -19,6 +19,26 @@ class ObjectInfo(NamedTuple):
     etag: str
 
 
+class StoredObject(NamedTuple):
+    """An object in a listing, with its size in bytes and when it was written, in Unix seconds."""
+
+    url: str
+    size: int
+    modified: float
+
+
+class UnfinishedWrite(NamedTuple):
+    """What a write that never came to its end holds: `upload` names a multipart upload, and is empty for a file.
+
+    `url` is where the object would be, or the temporary file itself. `started` is in Unix seconds.
+    """
+
+    url: str
+    size: int
+    started: float
+    upload: str = ""
+
+
 class ObjectWriter(Protocol):
     """An object being written in one pass and constant memory.
 
@@ -98,8 +118,23 @@ class Store(Protocol):
         """The names between that string, which ends with a slash, and the next slash, of all objects, each once."""
         ...
 
+    def stored(self, prefix_url: str) -> Iterator[StoredObject]:
+        """The same as `list`, with their age instead of their version."""
+        ...
+
     def delete(self, urls: Iterable[str]) -> None:
         """Removes objects; one that is not there is no error."""
+        ...
+
+    def unfinished(self, prefix_url: str) -> Iterator[UnfinishedWrite]:
+        """Writes to such URLs that are under way, or whose writer died: what they hold shows in no listing.
+
+        Raises StorageError where the store does not list them.
+        """
+        ...
+
+    def discard(self, write: UnfinishedWrite) -> None:
+        """Frees what the write holds; one that has ended meanwhile is no error."""
         ...
 
 

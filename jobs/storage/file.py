@@ -16,7 +16,15 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from jobs.errors import ObjectNotFound, PreconditionFailed, StorageError, UsageError
-from jobs.storage.base import CHUNK, ObjectInfo, ObjectWriter, refuse_parent_segments, stream_into
+from jobs.storage.base import (
+    CHUNK,
+    ObjectInfo,
+    ObjectWriter,
+    StoredObject,
+    UnfinishedWrite,
+    refuse_parent_segments,
+    stream_into,
+)
 
 _TEMPORARY = ".pagemill-tmp-"
 
@@ -188,16 +196,31 @@ class FileStore:
         return stream_into(self, sources, self.writer(url))
 
     def list(self, prefix_url: str) -> Iterator[ObjectInfo]:
+        for url, status in self._files(prefix_url):
+            yield _info(url, status)
+
+    def _files(self, prefix_url: str, *, temporary: bool = False) -> Iterator[tuple[str, os.stat_result]]:
         prefix = str(path_of(prefix_url)) + ("/" if prefix_url.endswith("/") else "")
         with explained(prefix_url, "list"):
-            for path in _walk(os.path.dirname(prefix), prefix):
+            for path in _walk(os.path.dirname(prefix), prefix, temporary):
                 # A file that goes away between the walk and the look is not in the listing.
-                with suppress(ObjectNotFound):
-                    yield self.head(_url_like(prefix_url, path))
+                with suppress(FileNotFoundError):
+                    yield _url_like(prefix_url, path), os.stat(path)
 
     def folders(self, prefix_url: str) -> Iterator[str]:
         with explained(prefix_url, "list"), suppress(FileNotFoundError), os.scandir(path_of(prefix_url)) as entries:
             yield from sorted((e.name for e in entries if e.is_dir(follow_symlinks=False)), key=os.fsencode)
+
+    def stored(self, prefix_url: str) -> Iterator[StoredObject]:
+        for url, status in self._files(prefix_url):
+            yield StoredObject(url, status.st_size, status.st_mtime)
+
+    def unfinished(self, prefix_url: str) -> Iterator[UnfinishedWrite]:
+        for url, status in self._files(prefix_url, temporary=True):
+            yield UnfinishedWrite(url, status.st_size, status.st_mtime)
+
+    def discard(self, write: UnfinishedWrite) -> None:
+        self.delete([write.url])
 
     def delete(self, urls: Iterable[str]) -> None:
         for url in urls:
@@ -205,8 +228,11 @@ class FileStore:
                 path_of(url).unlink()
 
 
-def _walk(folder: str, prefix: str) -> Iterator[str]:
-    """Files under `folder` whose path starts with `prefix`, in byte order. Links to folders are not followed."""
+def _walk(folder: str, prefix: str, temporary: bool) -> Iterator[str]:
+    """Files under `folder` whose path starts with `prefix`, in byte order. Links to folders are not followed.
+
+    They are those of unfinished writes, or all others.
+    """
     try:
         with os.scandir(folder or ".") as entries:
             found = [(entry.name, entry.is_dir(follow_symlinks=False), entry.is_file()) for entry in entries]
@@ -215,9 +241,9 @@ def _walk(folder: str, prefix: str) -> Iterator[str]:
     # With the slash that follows a folder's name in its files' paths, names sort as those paths do.
     for name, is_folder, is_file in sorted(found, key=lambda entry: os.fsencode(entry[0] + "/" * entry[1])):
         path = os.path.join(folder, name)
-        if not path.startswith(prefix) or name.startswith(_TEMPORARY):
+        if not path.startswith(prefix):
             continue
         if is_folder:
-            yield from _walk(path, prefix)
-        elif is_file:
+            yield from _walk(path, prefix, temporary)
+        elif is_file and name.startswith(_TEMPORARY) == temporary:
             yield path

@@ -9,17 +9,31 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.errors import ObjectNotFound, PreconditionFailed, StorageError, UsageError
-from jobs.storage.base import CHUNK, MIB, ObjectInfo, ObjectWriter, stream_into
+from jobs.storage.base import CHUNK, MIB, ObjectInfo, ObjectWriter, StoredObject, UnfinishedWrite, stream_into
 from jobs.storage.file import explained as explained_file
-from jobs.storage.s3_errors import CONNECTION_ERRORS, BrokenAnswer, WriteConflict, explained, unreachable
+from jobs.storage.s3_errors import CONNECTION_ERRORS, BrokenAnswer, NoSuchUpload, WriteConflict, explained, unreachable
 from jobs.storage.s3_object import S3Config, S3Object, connect, split_url, unquoted
 from jobs.storage.s3_probe import Probes
-from jobs.storage.s3_upload import MAX_PART, MAX_PARTS, MIN_PART, MultipartUpload, S3Writer, part_size
+from jobs.storage.s3_upload import (
+    MAX_PART,
+    MAX_PARTS,
+    MIN_PART,
+    MultipartUpload,
+    S3Writer,
+    abort_upload,
+    part_size,
+    upload_size,
+)
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.type_defs import ObjectTypeDef
 
 _SINGLE_PUT_LIMIT = 64 * MIB
 _TRIES = 6
@@ -148,11 +162,36 @@ class S3Store:
         return upload.info
 
     def list(self, prefix_url: str) -> Iterator[ObjectInfo]:
+        for url, entry in self._entries(prefix_url):
+            yield ObjectInfo(url, entry["Size"], unquoted(entry["ETag"]))
+
+    def stored(self, prefix_url: str) -> Iterator[StoredObject]:
+        for url, entry in self._entries(prefix_url):
+            yield StoredObject(url, entry["Size"], entry["LastModified"].timestamp())
+
+    def _entries(self, prefix_url: str) -> Iterator[tuple[str, "ObjectTypeDef"]]:
         bucket, prefix = split_url(prefix_url)
         with explained("ListObjectsV2", prefix_url, self._endpoint):
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
                 for entry in page.get("Contents", []):
-                    yield ObjectInfo(f"s3://{bucket}/{entry['Key']}", entry["Size"], unquoted(entry["ETag"]))
+                    yield f"s3://{bucket}/{entry['Key']}", entry
+
+    def unfinished(self, prefix_url: str) -> Iterator[UnfinishedWrite]:
+        bucket, prefix = split_url(prefix_url)
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+        # One store says so where there is none at all.
+        with suppress(NoSuchUpload), explained("ListMultipartUploads", prefix_url, self._endpoint):
+            for page in pages:
+                for upload in page.get("Uploads", []):
+                    # There are stores that ignore the prefix.
+                    if upload["Key"].startswith(prefix):
+                        target = self._object(f"s3://{bucket}/{upload['Key']}")
+                        started = upload["Initiated"].timestamp()
+                        size = upload_size(target, upload["UploadId"])
+                        yield UnfinishedWrite(target.url, size, started, upload["UploadId"])
+
+    def discard(self, write: UnfinishedWrite) -> None:
+        abort_upload(self._object(write.url), write.upload)
 
     def folders(self, prefix_url: str) -> Iterator[str]:
         bucket, prefix = split_url(prefix_url)

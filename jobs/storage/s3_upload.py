@@ -1,5 +1,6 @@
 """Multipart uploads: an object sent in parts that appears when the upload is completed, and never in part."""
 
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -23,6 +24,22 @@ def part_size(size: int | None) -> int:
     All parts but the last are equal: some stores refuse others.
     """
     return _UNKNOWN_SIZE_PART if size is None else max(8 * MIB, -(-size // 9_000))
+
+
+def abort_upload(target: S3Object, upload_id: str) -> None:
+    """Drops an upload and its parts. One that is gone already is no error."""
+    with suppress(NoSuchUpload), target.explained("AbortMultipartUpload"):
+        target.client.abort_multipart_upload(Bucket=target.bucket, Key=target.key, UploadId=upload_id)
+
+
+def upload_size(target: S3Object, upload_id: str) -> int:
+    """The bytes of the parts that an upload holds; none if it has ended meanwhile."""
+    size = 0
+    with suppress(NoSuchUpload), target.explained("ListParts"):
+        pages = target.client.get_paginator("list_parts")
+        for page in pages.paginate(Bucket=target.bucket, Key=target.key, UploadId=upload_id):
+            size += sum(part["Size"] for part in page.get("Parts", []))
+    return size
 
 
 class MultipartUpload:
@@ -124,12 +141,7 @@ class MultipartUpload:
 
     def abort(self) -> None:
         """Drops the upload and its parts. One that is gone already is no error."""
-        target = self._target
-        try:
-            with target.explained("AbortMultipartUpload"):
-                target.client.abort_multipart_upload(Bucket=target.bucket, Key=target.key, UploadId=self._id)
-        except NoSuchUpload:
-            return
+        abort_upload(self._target, self._id)
 
     def abandon(self, reason: BaseException) -> None:
         """Drops the upload because of `reason`, which stays the error to show, with a note where that fails too."""
