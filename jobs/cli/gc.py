@@ -26,11 +26,10 @@ _KINDS = {
 
 def gc(
     older_than: Annotated[
-        float, typer.Option(parser=seconds, metavar="TIME", help="Leave alone what is younger: 90s, 30m, 24h, 7d.")
-    ] = seconds("24h"),
+        str, typer.Option(metavar="TIME", help="Leave alone what is younger: 90s, 30m, 24h, 7d.")
+    ] = "24h",
     jobs_older_than: Annotated[
-        float | None,
-        typer.Option(parser=seconds, metavar="TIME", help="Also remove whole jobs that ended longer ago than this."),
+        str | None, typer.Option(metavar="TIME", help="Also remove whole jobs that ended longer ago than this.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     json: Json = False,
