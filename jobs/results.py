@@ -18,7 +18,7 @@ from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
 from jobs.pooling import Pooling
 from jobs.records import Usage
-from jobs.rows import Row, is_object, result_columns
+from jobs.rows import Row, object_of, result_columns
 from jobs.spec import JobSpec, RecordRows
 
 NEVER_RUN = frozenset({"batch_expired", "batch_cancelled"})
@@ -73,31 +73,35 @@ class Embeddings:
 Outcome = Completion | Embeddings | RowError
 
 
-class ResultLines(NamedTuple):
-    """What one row adds to the output file and to the error file: a line with its newline, or nothing."""
+def output_line(
+    spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Outcome
+) -> bytes | None:
+    """What row `index` adds to the output: a line with its newline, or nothing.
 
-    output: bytes | None
-    error: bytes | None
-
-
-def lines_for(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Outcome) -> ResultLines:
-    """The lines of row `index`, which is `line` of the input and `row` where it could be read as one."""
+    It is `line` of the input, and `row` where it could be read as one.
+    """
     if isinstance(outcome, RowError):
-        in_place = _failed_record(spec, line, outcome) if isinstance(spec.rows, RecordRows) else None
-        return ResultLines(in_place, error_line(spec, index, line, row, outcome))
+        return _failed_record(spec, line, outcome) if isinstance(spec.rows, RecordRows) else None
     if row is None:
         raise ValueError("a completion of a line that is no row")
-    return ResultLines(success_line(spec, row, index, outcome), None)
-
-
-def success_line(spec: JobSpec, row: Row, index: int, outcome: Completion | Embeddings) -> bytes:
-    """The answer's line in the output file."""
     if isinstance(spec.rows, RecordRows):
-        usage = {**_usage(outcome.usage), "cached_tokens": outcome.usage.cached_tokens}
-        return _extended(row.source, {**_record_answer(spec, outcome), "usage": usage, "error": None})
+        return _extended(row.source, answer_columns(spec, outcome))
     if isinstance(outcome, Embeddings):
         return _answered(spec, index, row.custom_id, 200, _embeddings_body(spec, row, outcome))
     return _answered(spec, index, row.custom_id, 200, _completion_body(spec, row, index, outcome))
+
+
+def answer_columns(spec: JobSpec, outcome: Outcome) -> dict[str, Any]:
+    """What a record gets besides its own columns: `result_columns`, each null where the row failed, but `error`."""
+    if isinstance(outcome, RowError):
+        return dict.fromkeys(result_columns(spec)) | {"error": _error(outcome)}
+    usage = {**_usage(outcome.usage), "cached_tokens": outcome.usage.cached_tokens}
+    return {**_record_answer(spec, outcome), "usage": usage, "error": None}
+
+
+def passes_through(outcome: Outcome) -> bool:
+    """Whether a record's own columns stand beside its outcome: not where one of them has the name of one of ours."""
+    return not isinstance(outcome, RowError) or outcome.code != "column_collision"
 
 
 def error_line(spec: JobSpec, index: int, line: Line, row: Row | None, error: RowError) -> bytes:
@@ -109,7 +113,7 @@ def error_line(spec: JobSpec, index: int, line: Line, row: Row | None, error: Ro
     if error.file is not None:
         place["file"] = error.file
     head = dumps({"custom_id": custom_id, **place, "error": _error(error), "record": None})
-    if line.data is None or not is_object(line.data):
+    if line.data is None or object_of(line.data) is None:
         return head + b"\n"
     return b"".join((head.removesuffix(b"null}"), line.data, b"}\n"))
 
@@ -248,9 +252,8 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 def _failed_record(spec: JobSpec, line: Line, error: RowError) -> bytes:
-    columns = dict.fromkeys(result_columns(spec)) | {"error": _error(error)}
-    # A line that is no record has nothing to pass on, and one that has a column of these names already cannot.
-    if line.data is None or error.code == "column_collision" or not is_object(line.data):
+    columns = answer_columns(spec, error)
+    if line.data is None or not passes_through(error) or object_of(line.data) is None:
         return dumps(columns) + b"\n"
     return _extended(line.data, columns)
 
@@ -267,4 +270,4 @@ def _extended(record: bytes, columns: dict[str, Any]) -> bytes:
 
 
 def _digest(spec: JobSpec, index: int) -> str:
-    return hashlib.sha256(f"{spec.id}:{index}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{spec.origin}:{index}".encode()).hexdigest()[:32]

@@ -33,11 +33,16 @@ _STOP_POLL_S = 0.05
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One request, for as long as it takes to be answered, over as many engine processes as that needs."""
+    """One request, for as long as it takes to be answered, over as many engine processes as that needs.
+
+    `began_at` is when the engine that has it now could begin with it, by the monotonic clock; None while its seats are
+    taken by requests that came before.
+    """
 
     request: EngineRequest
     answer: "Future[EngineOutput]" = field(default_factory=Future)
     deaths: int = 0
+    began_at: float | None = None
     inner: "Future[EngineOutput] | None" = None
     aborted: bool = False
 
@@ -67,6 +72,8 @@ class EngineHost:
         self._lock = threading.RLock()
         self._up = False
         self._in_flight: set[Call] = set()
+        self._seated: set[Call] = set()
+        self._unseated: deque[Call] = deque()
         self._held: deque[Call] = deque()
         self._suspects: deque[Call] = deque()
         self._stopping = threading.Event()
@@ -139,14 +146,27 @@ class EngineHost:
 
     def _send(self, call: Call) -> None:
         self._in_flight.add(call)
+        self._unseated.append(call)
+        self._seat()
         call.inner = self._engine.submit(call.request.prompt, call.request.params, lora=call.request.lora)
         call.inner.add_done_callback(lambda future: self._answered(call, future))
+
+    def _seat(self) -> None:
+        """Note which calls the engine can have begun with: as many as it has seats, in the order that it was asked."""
+        seats = self._info.max_num_seqs if self._info else 0
+        while self._unseated and len(self._seated) < seats:
+            call = self._unseated.popleft()
+            if call in self._in_flight:
+                call.began_at = time.monotonic()
+                self._seated.add(call)
 
     def _answered(self, call: Call, future: "Future[EngineOutput]") -> None:
         if future.exception() is not None:
             return  # the engine died; the keeper deals with all that was in flight at once
         with self._lock:
             self._in_flight.discard(call)
+            self._seated.discard(call)
+            self._seat()
             self._dispatch()
         call.answer.set_result(future.result())
 
@@ -172,8 +192,11 @@ class EngineHost:
             self._up = False
             victims = [call for call in self._in_flight if not call.aborted]
             self._in_flight.clear()
+            self._seated.clear()
+            self._unseated.clear()
             for call in victims:
                 call.deaths += 1
+                call.began_at = None
             guilty = victims[0] if len(victims) == 1 and victims[0].deaths > _SUSPECT_AFTER_DEATHS else None
             self._suspects.extend(c for c in victims if c is not guilty and c.deaths >= _SUSPECT_AFTER_DEATHS)
             self._held.extendleft(c for c in victims if c.deaths < _SUSPECT_AFTER_DEATHS)

@@ -5,6 +5,7 @@ does not drain at the end of a shard.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Literal, TypeVar
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ from redis.exceptions import RedisError
 from engine.errors import EngineDied, RequestError
 from jobs.broker import Tokens
 from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable, StorageError
-from jobs.ledger import Lease, Ledger
+from jobs.ledger import EQUAL_SHARES, FairShare, Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord
 from jobs.results import Outcome, lines_for
@@ -31,6 +32,7 @@ from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
 from workers.render import outcome_of, requests_for, row_error
 from workers.spool import Spool
+from workers.twins import Twins
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class SlotContext:
     lease_ttl: float
     window: int
     engine_name: str
+    share: FairShare = EQUAL_SHARES
 
 
 class Stopping:
@@ -107,7 +110,7 @@ def work(model: str, context: SlotContext) -> None:
     """Run shards of a model's jobs until none is ready, or the worker stops."""
     while not context.stopping.is_set():
         try:
-            lease = context.ledger.lease(model, uuid4().hex, context.lease_ttl)
+            lease = context.ledger.lease(model, uuid4().hex, context.lease_ttl, context.share)
         except RedisError as error:
             log.warning("cannot lease, the ledger does not answer: %s", error)
             if context.stopping.wait(_RETRY_S):
@@ -127,6 +130,10 @@ class AskedRow:
     calls: list[Call]
     open: int
 
+    def began_at(self) -> float | None:
+        """When the engine could begin with the first of its prompts, by the monotonic clock."""
+        return min((call.began_at for call in self.calls if call.began_at is not None), default=None)
+
 
 class Attempt:
     """One attempt at one shard.
@@ -144,6 +151,8 @@ class Attempt:
         self._settled: dict[int, tuple[PlannedRow, Outcome]] = {}
         self._next_row = lease.shard.first_row
         self._rows_read = 0
+        self._twins = Twins(lease.spec.dedupe)
+        self._look_at = math.inf if lease.spec.max_row_seconds is None else 0.0
         self._rows = self._rows_from(0)
 
     def run(self) -> None:
@@ -207,10 +216,15 @@ class Attempt:
         if not isinstance(planned.row, Row):
             self._settled[planned.index] = (planned, planned.row)
             return
+        if (outcome := self._twins.answer(planned.row)) is not None:
+            self._settled[planned.index] = (planned, outcome)
+            return
+        if self._twins.wait(planned, planned.row):
+            return
         try:
-            requests = requests_for(self._lease.job_id, planned.index, planned.row)
+            requests = requests_for(self._lease.spec.origin, planned.index, planned.row)
         except RequestError as error:
-            self._settled[planned.index] = (planned, row_error(planned.row, error.code, str(error), error.field))
+            self._settle(planned, planned.row, row_error(planned.row, error.code, str(error), error.field))
             return
         calls = [self._context.host.submit(request) for request in requests]
         self._asked[planned.index] = AskedRow(planned, planned.row, calls, len(calls))
@@ -218,15 +232,46 @@ class Attempt:
             call.answer.add_done_callback(lambda _: self._events.put(planned.index))
 
     def _await_one(self) -> None:
-        event = self._events.get()
+        if (wait_s := self._look_at - time.monotonic()) <= 0:
+            self._end_slow_rows()
+            return
+        try:
+            event = self._events.get(timeout=None if wait_s == math.inf else wait_s)
+        except Empty:
+            return
         if event == "ended":
             self._raise_if_ended()
             return
-        asked = self._asked[event]
+        asked = self._asked.get(event)
+        if asked is None:
+            return  # it took too long, and this is what the engine says to that
         asked.open -= 1
         if not asked.open:
             del self._asked[event]
-            self._settled[event] = (asked.planned, self._outcome(asked))
+            self._settle(asked.planned, asked.row, self._outcome(asked))
+
+    def _settle(self, planned: PlannedRow, row: Row, outcome: Outcome) -> None:
+        self._settled[planned.index] = (planned, outcome)
+        for twin, its_outcome in self._twins.settle(row, outcome):
+            self._settled[twin.index] = (twin, its_outcome)
+
+    def _end_slow_rows(self) -> None:
+        """Take rows from the engine that it has had for too long. What it has not begun with has all its time left."""
+        limit, now = self._lease.spec.max_row_seconds, time.monotonic()
+        if limit is None:
+            return
+        self._look_at = now + limit
+        for index, asked in list(self._asked.items()):
+            began_at = asked.began_at()
+            if began_at is None or all(call.answer.done() for call in asked.calls):
+                continue
+            if began_at + limit > now:
+                self._look_at = min(self._look_at, began_at + limit)
+                continue
+            self._context.host.abort(asked.calls)
+            del self._asked[index]
+            message = f"This row took longer than {limit:g} s."
+            self._settle(asked.planned, asked.row, row_error(asked.row, "row_timeout", message))
 
     def _outcome(self, asked: AskedRow) -> Outcome:
         try:
