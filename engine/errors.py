@@ -49,6 +49,15 @@ class RequestError(EngineError):
         self.field = field
 
 
+def not_numbers(what: str, *, code: str) -> RequestError:
+    """The error of a request whose computation overflowed; `what` is plural, and of the model."""
+    return RequestError(
+        f"The model's {what} are not numbers.",
+        code=code,
+        hint="With dtype float16 this is often an overflow: try bfloat16 or float32.",
+    )
+
+
 class EngineDied(EngineError):
     """The engine process ended while requests were in flight."""
 

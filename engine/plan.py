@@ -96,8 +96,11 @@ class StepOutput(NamedTuple):
             first, in order, those that the request lacks.
         pooled: By row of the plan, for each row of a request that pools: the sum over those tokens of its chunk that
             the pooler wants, float32.
+        not_finite: Rows of the plan in which something is not a number, or overflowed. What they wrote to the KV cache
+            is not to be read again, not even that of earlier tokens: a masked key's weight of 0 does not silence a NaN.
     """
 
     sampled: tuple[Sampled, ...]
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = MappingProxyType({})
     pooled: Mapping[int, np.ndarray] = MappingProxyType({})
+    not_finite: frozenset[int] = frozenset()

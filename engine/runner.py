@@ -67,11 +67,20 @@ class Runner:
         prompts = prompt_logprobs(hidden, plan.rows, self._model.logits)
         pooled = pool_rows(hidden, plan.rows)
         if batch.logits_rows.numel() == 0:
-            return StepOutput((), prompts, pooled)
+            return StepOutput((), prompts, pooled, _not_finite(hidden, batch.attention))
         logits = self._model.logits(hidden[batch.logits_rows])
         # Here, where a GPU has been given all of the forward pass and is busy with it.
         sampling = batch.sampling._replace(grammar=self._grammar_masks.fill(plan.rows))
-        return StepOutput(sample(logits, sampling), prompts, pooled)
+        return StepOutput(sample(logits, sampling), prompts, pooled, _not_finite(hidden, batch.attention))
+
+
+def _not_finite(hidden: Tensor, batch: AttentionBatch) -> frozenset[int]:
+    """The rows with a token whose final hidden state, of `[num_tokens, hidden_size]`, is not finite.
+
+    What is not finite in a layer is so in the residual stream from there on, and so in the end.
+    """
+    tokens = hidden.isfinite().all(dim=-1).logical_not_().nonzero().flatten().int()
+    return frozenset((torch.searchsorted(batch.query_start, tokens, right=True) - 1).tolist())
 
 
 def execute_within_memory(

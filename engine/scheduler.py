@@ -24,7 +24,7 @@ from engine.admission import BlockForecast
 from engine.beam import BeamSearch
 from engine.block_tables import BlockTables
 from engine.config import SchedulerConfig
-from engine.errors import RequestError
+from engine.errors import RequestError, not_numbers
 from engine.info import EngineStats
 from engine.lora import LoraCache
 from engine.plan import PlanDraft, PlanRow, Sampled, StepOutput, StepPlan
@@ -208,7 +208,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Request]:
         """Enter the results of a step, and return the requests that it finished.
 
-        In this order: tokens count as computed; the blocks they filled become findable; where several tokens were
+        In this order, but for rows that are not numbers, which fail their request before anybody can find their blocks:
+        tokens count as computed; the blocks they filled become findable; where several tokens were
         sampled, the further continuations are forked off; the sampled tokens are appended, or what was pooled is added,
         which may finish sequences; finished sequences give back their blocks, which stay findable.
         """
@@ -219,6 +220,10 @@ class Scheduler:
             draws = tuple(islice(sampled, row.num_samples))
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # an earlier row failed the request that is theirs together
+            if index in output.not_finite:
+                sequence.request.fail(_not_numbers(sequence))
+                finished.append(sequence.request)
+                continue
             self.tables.advance(sequence, row.num_tokens)
             sequence.request.prompt_logprobs.extend(output.prompt_logprobs.get(index, ()))
             if pooler := sequence.request.pooler:
@@ -353,8 +358,10 @@ def _no_token(sequence: Sequence, drawn: Sampled) -> RequestError:
             code="no_token_allowed",
             hint="Rules that can meet so: structured_output, allowed_token_ids, min_tokens, bad_words.",
         )
-    return RequestError(
-        f"The model's logits after {sequence.num_tokens} tokens are not numbers.",
-        code="nan_logits",
-        hint="With dtype float16 this is often an overflow: try bfloat16 or float32.",
-    )
+    return _not_numbers(sequence)
+
+
+def _not_numbers(sequence: Sequence) -> RequestError:
+    if sequence.request.pooler:
+        return not_numbers("hidden states", code="nan_hidden_states")
+    return not_numbers(f"logits after {sequence.num_tokens} tokens", code="nan_logits")

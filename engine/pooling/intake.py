@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from engine.errors import RequestError
+from engine.errors import RequestError, not_numbers
 from engine.messages import NewRequest
 from engine.outputs import PoolingOutput
 from engine.pooling.params import PoolingParams, PoolingTask, PoolingType
@@ -104,11 +104,7 @@ def pooling_output(request: Request) -> PoolingOutput:
         vector = request.pooler.vector(request.num_prompt_tokens)
         if np.isfinite(vector).all():
             return PoolingOutput(request.index, request.prompt_token_ids, vector, num_cached_tokens)
-        error = RequestError(
-            "The model's hidden states are not numbers.",
-            code="nan_hidden_states",
-            hint="With dtype float16 this is often an overflow: try bfloat16 or float32.",
-        )
+        error = not_numbers("hidden states", code="nan_hidden_states")
     return PoolingOutput.rejected(request.index, error, request.prompt_token_ids)
 
 
