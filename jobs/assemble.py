@@ -5,7 +5,6 @@ once write the same bytes. In order: segments are checked, files are joined, the
 the ledger is told. A crash between any two is mended by running it again.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +15,11 @@ from jobs.errors import InputChanged, ObjectNotFound, PreconditionFailed, RowErr
 from jobs.layout import JobLayout
 from jobs.ledger import Ending, Ledger
 from jobs.planner import Plan, PlannedRow, Shard, load_plan, raw_lines, shard_rows
-from jobs.records import DeadShard, Manifest, ManifestSegment, Part, ResultFile, SegmentRecord, Usage
-from jobs.results import error_line, lines_for
+from jobs.records import DeadShard, Manifest, ManifestSegment, ResultFile, SegmentRecord, Usage
+from jobs.results import error_line
 from jobs.rows import Row
 from jobs.spec import JobSpec
+from jobs.spool import Spool
 from jobs.storage import ObjectInfo, Stores
 
 log = logging.getLogger(__name__)
@@ -96,30 +96,11 @@ def _vanished(
 
 def _dead_segment(spec: JobSpec, stores: Stores, shard: Shard, record: DeadShard) -> SegmentRecord:
     """The segment of a shard that no worker survived or finished: an error for each of its rows."""
-    output, errors = bytearray(), bytearray()
-    output_lines = 0
-    for planned in shard_rows(spec, stores, shard):
-        row = planned.row if isinstance(planned.row, Row) else None
-        error = planned.row if isinstance(planned.row, RowError) else _never_finished(planned.row, record)
-        lines = lines_for(spec, planned.index, planned.line, row, error)
-        output += lines.output or b""
-        output_lines += lines.output is not None
-        errors += lines.error or b""
-
-    def put(data: bytes, lines: int, suffix: str) -> Part | None:
-        if not lines:
-            return None
-        info = stores.put(spec.layout.segment(shard.index, 0, _DEAD_ATTEMPT, suffix), data)
-        return Part(size=info.size, etag=info.etag, sha256=hashlib.sha256(data).hexdigest(), lines=lines)
-
-    return SegmentRecord(
-        attempt=_DEAD_ATTEMPT,
-        fence=0,
-        ok=0,
-        failed=shard.rows,
-        output=put(bytes(output), output_lines, ""),
-        errors=put(bytes(errors), shard.rows, ".errors"),
-    )
+    with Spool(spec, stores) as spool:
+        for planned in shard_rows(spec, stores, shard):
+            error = planned.row if isinstance(planned.row, RowError) else _never_finished(planned.row, record)
+            spool.add(planned, error)
+        return spool.put_parts(shard.index, 0, _DEAD_ATTEMPT)
 
 
 def _never_finished(row: Row, shard: DeadShard) -> RowError:

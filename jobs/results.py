@@ -73,9 +73,7 @@ class Embeddings:
 Outcome = Completion | Embeddings | RowError
 
 
-def output_line(
-    spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Outcome
-) -> bytes | None:
+def output_line(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Outcome) -> bytes | None:
     """What row `index` adds to the output: a line with its newline, or nothing.
 
     It is `line` of the input, and `row` where it could be read as one.
@@ -95,8 +93,12 @@ def answer_columns(spec: JobSpec, outcome: Outcome) -> dict[str, Any]:
     """What a record gets besides its own columns: `result_columns`, each null where the row failed, but `error`."""
     if isinstance(outcome, RowError):
         return dict.fromkeys(result_columns(spec)) | {"error": _error(outcome)}
-    usage = {**_usage(outcome.usage), "cached_tokens": outcome.usage.cached_tokens}
-    return {**_record_answer(spec, outcome), "usage": usage, "error": None}
+    return {**_record_answer(spec, outcome), **usage_columns(outcome)}
+
+
+def usage_columns(outcome: Completion | Embeddings) -> dict[str, Any]:
+    """Those of `answer_columns` that every answer has."""
+    return {"usage": {**_usage(outcome.usage), "cached_tokens": outcome.usage.cached_tokens}, "error": None}
 
 
 def passes_through(outcome: Outcome) -> bool:

@@ -108,13 +108,12 @@ def result_columns(spec: JobSpec) -> tuple[str, ...]:
     return ("response", "finish_reason", *logprobs, "usage", "error")
 
 
-def is_object(data: bytes) -> bool:
-    """Whether these bytes are a JSON object within the limits of a row."""
+def object_of(data: bytes) -> dict[str, Any] | None:
+    """The JSON object that these bytes are, None where they are none within the limits of a row."""
     try:
-        _parse_object(data)
+        return _parse_object(data)[0]
     except RowRefused:
-        return False
-    return True
+        return None
 
 
 def _read(record: dict[str, Any], spec: JobSpec) -> Request:

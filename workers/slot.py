@@ -25,13 +25,13 @@ from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachabl
 from jobs.ledger import EQUAL_SHARES, FairShare, Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord
-from jobs.results import Outcome, lines_for
+from jobs.results import Outcome
 from jobs.rows import Row
+from jobs.spool import Spool
 from jobs.storage import Stores
 from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
 from workers.render import outcome_of, requests_for, row_error
-from workers.spool import Spool
 from workers.twins import Twins
 
 log = logging.getLogger(__name__)
@@ -170,9 +170,10 @@ class Attempt:
             context.host.abort([call for asked in self._asked.values() for call in asked.calls])
 
     def _answer_and_commit(self) -> None:
+        first_row = self._lease.shard.first_row
         try:
-            with Spool() as spool:
-                self._context.heartbeat.hold(Held(self._lease, lambda: spool.rows, self._end))
+            self._context.heartbeat.hold(Held(self._lease, lambda: self._next_row - first_row, self._end))
+            with self._persistently(lambda: Spool(self._lease.spec, self._context.stores)) as spool:
                 self._answer_rows(spool)
                 self._commit(self._put(spool))
         except (PagemillError, OSError) as error:
@@ -284,9 +285,7 @@ class Attempt:
     def _spool_settled(self, spool: Spool) -> None:
         """Write what is settled as far as there is no gap: the segment is in row order."""
         while (found := self._settled.pop(self._next_row, None)) is not None:
-            planned, outcome = found
-            row = planned.row if isinstance(planned.row, Row) else None
-            spool.add(lines_for(self._lease.spec, planned.index, planned.line, row, outcome), outcome)
+            spool.add(*found)
             self._next_row += 1
 
     # --- the end ------------------------------------------------------------------------------------------------
@@ -298,7 +297,7 @@ class Attempt:
         deadline = time.monotonic() + _REFUSAL_PATIENCE_S
         while True:
             try:
-                return self._persistently(lambda: spool.put(lease.spec, lease, context.stores, context.engine_name))
+                return self._persistently(lambda: spool.put(lease, context.engine_name))
             except StorageError as error:
                 if time.monotonic() >= deadline:
                     raise

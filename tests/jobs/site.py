@@ -13,15 +13,14 @@ from jobs.ledger import Lease, Ledger
 from jobs.output import errors_beside
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord, Usage
-from jobs.results import Choice, Completion, lines_for
-from jobs.rows import Row
+from jobs.results import Choice, Completion
 from jobs.settings import Settings
 from jobs.spec import Input, InputFile, JobSpec, RecordRows
+from jobs.spool import Spool
 from jobs.storage import Stores
 from jobs.submit import enter
 from tests.jobs.ledgers import TTL
 from tests.jobs.specs import openai_spec
-from workers.spool import Spool
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,10 @@ class Site:
             assert self.ledger.commit(lease, self.segment(lease)) == "ok"
 
     def segment(self, lease: Lease) -> SegmentRecord:
-        with Spool() as spool:
+        with Spool(lease.spec, self.stores) as spool:
             for planned in shard_rows(lease.spec, self.stores, lease.shard):
-                row = planned.row if isinstance(planned.row, Row) else None
-                outcome = answer(planned)
-                spool.add(lines_for(lease.spec, planned.index, planned.line, row, outcome), outcome)
-            return spool.put(lease.spec, lease, self.stores, "a test")
+                spool.add(planned, answer(planned))
+            return spool.put(lease, "a test")
 
     def rows(self, url: str) -> list[Any]:
         return [json.loads(line) for line in self.stores.read(url).splitlines()]

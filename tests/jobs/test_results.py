@@ -3,7 +3,7 @@
 import json
 from base64 import b64decode
 from struct import pack
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -12,14 +12,24 @@ from hypothesis import strategies as st
 from jobs.errors import RowError
 from jobs.formats.jsonl import Line, dumps
 from jobs.records import Usage
-from jobs.results import Choice, Completion, Embeddings, Outcome, ResultLines, TokenLogprob, lines_for
-from jobs.rows import parse_row, result_columns
+from jobs.results import Choice, Completion, Embeddings, Outcome, TokenLogprob, error_line, output_line
+from jobs.rows import Row, parse_row, result_columns
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec
 from tests.jobs.specs import openai_spec, record_spec, request
 
 DONE = Completion((Choice("Hello!", "stop"),), Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4))
 TOO_LONG = RowError(code="context_length_exceeded", message="Too long.", param="messages", line=3, byte=40)
+
+
+class ResultLines(NamedTuple):
+    output: bytes | None
+    error: bytes | None
+
+
+def lines_for(spec: JobSpec, index: int, line: Line, row: Row | None, outcome: Outcome) -> ResultLines:
+    error = error_line(spec, index, line, row, outcome) if isinstance(outcome, RowError) else None
+    return ResultLines(output_line(spec, index, line, row, outcome), error)
 
 
 def outcome_of(data: bytes, spec: JobSpec, outcome: Outcome | None = None, index: int = 2) -> ResultLines:
