@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from redis.exceptions import LockError
 from redis.lock import Lock
@@ -163,6 +163,10 @@ class Control:
         if planned.bad and spec.on_bad_row == "fail":
             self._refuse_rows(spec, planned)
             return None
+        if planned.schema is not None:
+            # One that is there is another planner's, and of the same input.
+            with suppress(PreconditionFailed):
+                self._stores.put_if_absent(spec.layout.schema, planned.schema.serialize().to_pybytes())
         try:
             self._stores.put_if_absent(spec.layout.plan, dump_plan(planned))
         except PreconditionFailed:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import pyarrow as pa
+
 from jobs.duplicates import IdDigests, Repeats
 from jobs.errors import InputChanged, PagemillError, RowError
 from jobs.formats.jsonl import Line
@@ -26,6 +28,7 @@ from jobs.source import Source, read_lines, source_of
 from jobs.spec import JobSpec
 from jobs.staging import prepare_source
 from jobs.storage import Store
+from jobs.table import SchemaFinder
 
 __all__ = [
     "Plan",
@@ -60,9 +63,10 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class Planned(Plan):
-    """A plan fresh from the input, with all of its errors in line order."""
+    """A plan fresh from the input, with all of its errors in line order, and the columns of a Parquet output."""
 
     errors: RowErrors
+    schema: pa.Schema | None
 
 
 def plan(
@@ -73,14 +77,18 @@ def plan(
     Where shards cannot be parts of the files as they are, a copy is made first, and stays the one for this job.
 
     `on_progress` hears the rows and bytes read so far, every few megabytes. Raises InputChanged where the input is
-    not the version that the job was submitted with, and PagemillError (`empty_file`) where it has no row.
+    not the version that the job was submitted with, and PagemillError: `empty_file` where it has no row,
+    `too_many_columns` where a table cannot hold them.
     """
     source = prepare_source(spec, stores, lambda size: on_progress(0, size))
     cutter = _Cutter(spec, source, limits)
     digests = IdDigests()
     errors = RowErrors()
+    finder = SchemaFinder(spec) if spec.output.format == "parquet" else None
     everything = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, size))
     for planned in islice(everything, spec.input.limit):
+        if finder is not None:
+            finder.add(planned.line, planned.row)
         match planned.row:
             case RowError() as error:
                 errors.add(error)
@@ -96,7 +104,8 @@ def plan(
         again = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, source.end))
         rows = islice(again, spec.input.limit)
         shards, errors = _with_duplicates(spec, rows, shards, errors, Repeats(repeated))
-    return Planned(cutter.rows, errors.count, tuple(shards), tuple(errors.first), errors)
+    schema = None if finder is None else finder.schema()
+    return Planned(cutter.rows, errors.count, tuple(shards), tuple(errors.first), errors, schema)
 
 
 def shard_rows(spec: JobSpec, stores: Store, shard: Shard) -> Iterator[PlannedRow]:
