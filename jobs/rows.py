@@ -13,6 +13,7 @@ from jobs.openai_rows import MAX_CUSTOM_ID, Request, read_request
 from jobs.pooling import Pooling
 from jobs.row_fields import (
     Kind,
+    Message,
     Prompt,
     RowRefused,
     read_messages,
@@ -22,6 +23,7 @@ from jobs.row_fields import (
 )
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, RecordRows
+from jobs.templates import render, render_json
 
 MAX_DEPTH = 64
 
@@ -130,20 +132,56 @@ def _read_record(record: dict[str, Any], shape: RecordRows, spec: JobSpec) -> Re
             raise RowRefused(
                 "column_collision", f"The column '{name}' is written by pagemill: rename it in the input.", name
             )
-    column = shape.prompt_column or ""
     if shape.embed:
-        return Request("embedding", (read_prompt(_column(record, column), column),), spec.pooling, spec.lora)
-    sampling = read_sampling(record, _SAMPLING_COLUMNS, spec.sampling)
-    if shape.messages_column is not None:
-        messages = read_messages(_column(record, shape.messages_column), shape.messages_column)
-        return Request("chat", (messages,), sampling, spec.lora)
-    prompt = read_prompt(_column(record, column), column)
-    system = () if shape.system is None else ({"role": "system", "content": shape.system},)
+        return Request("embedding", (_prompt(record, shape),), spec.pooling, spec.lora)
+    fields = _parsed_cells(record) if spec.input.format in ("csv", "tsv") else record
+    sampling = read_sampling(fields, _SAMPLING_COLUMNS, spec.sampling)
+    if shape.messages_column is not None or shape.messages_template is not None:
+        return Request("chat", (_messages(record, shape, spec),), sampling, spec.lora)
+    prompt = _prompt(record, shape)
+    system = _system(record, shape)
     if isinstance(prompt, str):
         return Request("chat", ((*system, {"role": "user", "content": prompt}),), sampling, spec.lora)
     if system:
-        raise RowRefused("invalid_value", "A prompt of token ids does not go with the job's system message.", column)
+        message = "A prompt of token ids does not go with the job's system message."
+        raise RowRefused("invalid_value", message, shape.prompt_column)
     return Request("completion", (prompt,), sampling, spec.lora)
+
+
+def _prompt(record: dict[str, Any], shape: RecordRows) -> str | list[int]:
+    if shape.template is not None:
+        return read_prompt(render(shape.template, "template", record), "template")
+    column = shape.prompt_column or ""
+    return read_prompt(_column(record, column), column)
+
+
+def _system(record: dict[str, Any], shape: RecordRows) -> tuple[Message, ...]:
+    if shape.system_template is not None:
+        return ({"role": "system", "content": render(shape.system_template, "system_template", record)},)
+    return () if shape.system is None else ({"role": "system", "content": shape.system},)
+
+
+def _messages(record: dict[str, Any], shape: RecordRows, spec: JobSpec) -> tuple[Message, ...]:
+    if shape.messages_template is not None:
+        name = "messages_template"
+        return read_messages(render_json(shape.messages_template, name, record), name)
+    column = shape.messages_column or ""
+    value = _column(record, column)
+    # What a cell of a table can only hold as text.
+    return read_messages(_parsed(value) if spec.input.format != "jsonl" else value, column)
+
+
+def _parsed_cells(record: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a CSV's row: numbers and lists are written as in JSON, and an empty cell sets none."""
+    return {name: _parsed(record[name]) for name in _SAMPLING_COLUMNS if record.get(name, "") != ""}
+
+
+def _parsed(value: Any) -> Any:
+    """The JSON that a string holds; the value itself where it is no string, or holds none."""
+    try:
+        return from_json(value, allow_inf_nan=False) if type(value) is str else value
+    except ValueError:
+        return value
 
 
 def _column(record: dict[str, Any], name: str) -> Any:

@@ -9,12 +9,13 @@ import secrets
 import time
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from jobs.layout import JobLayout
 from jobs.output import Output
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling
+from jobs.templates import check_template
 
 OnBadRow = Literal["fail", "skip"]
 JOB_ID_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
@@ -27,6 +28,8 @@ JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
 Format = Literal["jsonl", "csv", "tsv", "parquet"]
 Compression = Literal["gzip", "zstd", "bz2"]
 
+PROMPT_WAYS = ("prompt_column", "messages_column", "template", "messages_template")
+"""What may say how a record becomes a request; exactly one does."""
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_PRIORITY = 1000
 
@@ -92,9 +95,13 @@ class OpenAIRows(BaseModel):
     kind: Literal["openai"] = "openai"
 
 
-class RecordRows(BaseModel):
-    """Each line is a JSON object; one column holds the prompt, or the chat messages. The others pass through.
+TemplateText = Annotated[str, AfterValidator(check_template)]
 
+
+class RecordRows(BaseModel):
+    """Each row is an object; one column, or a template of them, makes the prompt or the messages. All pass through.
+
+    `template` makes the prompt, `messages_template` the messages as JSON, and `system_template` the system message.
     With `embed` the prompt is not answered: its vector is wanted.
     """
 
@@ -103,17 +110,26 @@ class RecordRows(BaseModel):
     kind: Literal["record"] = "record"
     prompt_column: str | None = None
     messages_column: str | None = None
+    template: TemplateText | None = None
+    messages_template: TemplateText | None = None
     system: str | None = None
+    system_template: TemplateText | None = None
     embed: bool = False
 
     @model_validator(mode="after")
-    def _one_column(self) -> "RecordRows":
-        if (self.prompt_column is None) == (self.messages_column is None):
-            raise ValueError("exactly one of prompt_column and messages_column is needed")
-        if self.system is not None and self.prompt_column is None:
-            raise ValueError("system goes with prompt_column; a messages column carries its own system message")
-        if self.embed and (self.prompt_column is None or self.system is not None):
-            raise ValueError("embed goes with prompt_column, and with no system message")
+    def _one_way(self) -> "RecordRows":
+        ways = {name: getattr(self, name) for name in PROMPT_WAYS}
+        given = [name for name, value in ways.items() if value is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of {', '.join(PROMPT_WAYS)} is needed")
+        makes_prompt = given[0] in ("prompt_column", "template")
+        if self.system is not None and self.system_template is not None:
+            raise ValueError("system and system_template exclude each other")
+        has_system = self.system is not None or self.system_template is not None
+        if has_system and not makes_prompt:
+            raise ValueError("a system message goes with a prompt; messages carry their own")
+        if self.embed and (has_system or not makes_prompt):
+            raise ValueError("embed goes with a prompt, and with no system message")
         return self
 
 

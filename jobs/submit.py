@@ -18,7 +18,7 @@ from jobs.output import Output, OutputFormat, errors_beside, output_of
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 from jobs.settings import Settings
-from jobs.spec import JobSpec, OnBadRow, OpenAIRows, RecordRows, new_job_id
+from jobs.spec import MAX_LINE_BYTES, JobSpec, OnBadRow, OpenAIRows, RecordRows, new_job_id
 from jobs.storage import Stores
 
 
@@ -38,6 +38,7 @@ def prepare(
     on_bad_row: OnBadRow | None = None,
     model_aliases: tuple[str, ...] = (),
     lora: str | None = None,
+    max_line_bytes: int = MAX_LINE_BYTES,
     job_id: str | None = None,
 ) -> JobSpec:
     """The spec of a job on `source` (paths, folders, globs, URLs, or `-`), with the input where workers can read it.
@@ -68,6 +69,7 @@ def prepare(
             sampling=sampling,
             pooling=pooling,
             lora=lora,
+            max_line_bytes=max_line_bytes,
             # OpenAI's batches are all or nothing at validation; a scraped dataset always has a bad line somewhere.
             on_bad_row=on_bad_row or ("fail" if isinstance(rows, OpenAIRows) else "skip"),
         )

@@ -15,16 +15,23 @@ import typer
 from pydantic import ValidationError
 
 from jobs.errors import UsageError
+from jobs.inputs import InputOptions
 from jobs.output import OutputFormat
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling, StructuredOutput
-from jobs.spec import OnBadRow, OpenAIRows, RecordRows
+from jobs.spec import MAX_LINE_BYTES, PROMPT_WAYS, Format, OnBadRow, OpenAIRows, RecordRows
 
 T = TypeVar("T")
 
 _ROWS, _SAMPLING, _ENGINE = "Rows", "Sampling defaults (a row's own fields win)", "Engine"
 _EMBEDDING = "Embedding defaults"
+_INPUT = "Input"
 _STRUCTURE = "What an answer has to be (one of these)"
+
+INPUT_HELP = (
+    "Paths, folders, globs, file:// or s3:// URLs, or '-': JSONL, CSV, TSV or Parquet, the first three also as .gz, "
+    ".zst or .bz2."
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log JSON lines for programs.")]
@@ -85,13 +92,38 @@ class JobOptions:
     messages_column: Annotated[
         str | None, typer.Option(help="Rows are records, and this column has the messages.", rich_help_panel=_ROWS)
     ] = None
-    system: Annotated[
-        str | None, typer.Option(help="A system message before each --prompt-column prompt.", rich_help_panel=_ROWS)
+    template: Annotated[
+        str | None,
+        typer.Option(help="Rows are records, and this Jinja template (or @FILE) the prompt.", rich_help_panel=_ROWS),
+    ] = None
+    messages_template: Annotated[
+        str | None,
+        typer.Option(help="The same for a template of the messages as JSON.", rich_help_panel=_ROWS),
+    ] = None
+    system: Annotated[str | None, typer.Option(help="A system message before each prompt.", rich_help_panel=_ROWS)] = (
+        None
+    )
+    system_template: Annotated[
+        str | None, typer.Option(help="The same as a template (or @FILE).", rich_help_panel=_ROWS)
     ] = None
     embed: Annotated[
         bool,
-        typer.Option("--embed", help="The vectors of --prompt-column instead of answers.", rich_help_panel=_ROWS),
+        typer.Option("--embed", help="The vectors of the prompts instead of answers.", rich_help_panel=_ROWS),
     ] = False
+    input_format: Annotated[
+        Format | None,
+        typer.Option(help="What all files are. Default: what their names say.", rich_help_panel=_INPUT),
+    ] = None
+    limit: Annotated[int | None, typer.Option(help="Only the first rows, so many.", rich_help_panel=_INPUT)] = None
+    sample: Annotated[int | None, typer.Option(help="Only so many rows, drawn at random.", rich_help_panel=_INPUT)] = (
+        None
+    )
+    sample_seed: Annotated[
+        int | None, typer.Option(help="Another draw for another number. Default: 0.", rich_help_panel=_INPUT)
+    ] = None
+    max_line_bytes: Annotated[
+        int, typer.Option(min=1024, help="A row of more bytes is refused.", rich_help_panel=_INPUT)
+    ] = MAX_LINE_BYTES
     on_bad_row: Annotated[
         OnBadRow | None,
         typer.Option(
@@ -171,21 +203,39 @@ class JobOptions:
 
     @property
     def rows(self) -> OpenAIRows | RecordRows:
-        if self.system is not None and self.prompt_column is None:
-            raise UsageError("--system goes with --prompt-column.", hint="Messages carry their own system message.")
-        if self.embed and self.prompt_column is None:
-            raise UsageError("--embed goes with --prompt-column.", hint="OpenAI lines say it by their url.")
-        if self.prompt_column is None and self.messages_column is None:
+        given = [name for name in PROMPT_WAYS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"{flag(given[0])} and {flag(given[1])} exclude each other.", hint="Give one of them.")
+        makes_prompt = given in (["prompt_column"], ["template"])
+        for name in ("system", "system_template", "embed"):
+            if getattr(self, name) and not makes_prompt:
+                raise UsageError(
+                    f"{flag(name)} goes with --prompt-column or --template.",
+                    hint="Messages and OpenAI lines say it themselves.",
+                )
+        if not given:
             return OpenAIRows()
-        if self.prompt_column is not None and self.messages_column is not None:
-            raise UsageError("--prompt-column and --messages-column exclude each other.", hint="Give one of them.")
         return _validated(
             RecordRows,
             prompt_column=self.prompt_column,
             messages_column=self.messages_column,
+            template=_text_or_file(self.template),
+            messages_template=_text_or_file(self.messages_template),
             system=self.system,
+            system_template=_text_or_file(self.system_template),
             embed=self.embed,
         )
+
+    @property
+    def input_options(self) -> InputOptions:
+        if self.sample_seed is not None and self.sample is None:
+            raise UsageError("--sample-seed goes with --sample.", hint="Say how many rows to draw.")
+        if self.sample is not None and self.limit is not None:
+            raise UsageError("--limit and --sample exclude each other.", hint="Give one of them.")
+        for name in ("limit", "sample"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise UsageError(f"{flag(name)}: {count} rows are none.", hint="Give 1 or more.")
+        return InputOptions(self.input_format, self.limit, self.sample, self.sample_seed or 0)
 
     @property
     def embedding(self) -> Pooling:
@@ -277,6 +327,15 @@ class EngineOptions:
         """The same for the command line of a worker."""
         flags = ((f"--{name.replace('_', '-')}", value) for name, value in self.given.items())
         return [item for flag, value in flags for item in ((flag,) if value is True else (flag, str(value)))]
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _text_or_file(value: str | None) -> str | None:
+    """What an option says: itself, or with `@` before it the name of a file that does."""
+    return _text_file(Path(value[1:])) if value is not None and value.startswith("@") else value
 
 
 def _text_file(path: Path) -> str:

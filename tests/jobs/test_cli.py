@@ -56,7 +56,38 @@ def job(pagemill: Command) -> str:
 BAD_COMMANDS: dict[str, tuple[tuple[str, ...], str, str]] = {
     "a missing file": (("submit", "missing.jsonl", *RECORDS), "input_not_found", "no file missing.jsonl"),
     "an empty file": (("submit", "empty.jsonl", *RECORDS), "empty_file", "is empty"),
-    "a folder": (("submit", "sub", *RECORDS), "usage", "is a folder"),
+    "a folder of nothing": (("submit", "sub", *RECORDS), "input_not_found", "The folder sub has no files"),
+    "a glob that matches nothing": (("submit", "*.csv", *RECORDS), "input_not_found", "No file matches *.csv"),
+    "one file twice": (("submit", "in.jsonl", "in.jsonl", *RECORDS), "usage", "is named twice"),
+    "files beside standard input": (("submit", "-", "in.jsonl", *RECORDS), "usage", "cannot be one of several"),
+    "a limit of no rows": (("submit", "in.jsonl", *RECORDS, "--limit", "0"), "usage", "--limit: 0 rows"),
+    "a sample of a limit": (
+        ("submit", "in.jsonl", *RECORDS, "--limit", "5", "--sample", "2"),
+        "usage",
+        "--limit and --sample exclude each other",
+    ),
+    "a seed of no sample": (("submit", "in.jsonl", *RECORDS, "--sample-seed", "1"), "usage", "--sample-seed goes with"),
+    "a format that is none": (
+        ("submit", "in.jsonl", *RECORDS, "--input-format", "xls"),
+        "usage",
+        "'xls' is not one of",
+    ),
+    "lines of no length": (("submit", "in.jsonl", *RECORDS, "--max-line-bytes", "5"), "usage", "--max-line-bytes"),
+    "a template that is none": (
+        ("submit", "in.jsonl", "--model", "tiny", "--template", "a\n{{ b"),
+        "usage",
+        "--template: line 2 of the template",
+    ),
+    "a template in no file": (
+        ("submit", "in.jsonl", "--model", "tiny", "--template", "@missing.txt"),
+        "usage",
+        "missing.txt cannot be read",
+    ),
+    "a column and a template": (
+        ("submit", "in.jsonl", *RECORDS, "--template", "x"),
+        "usage",
+        "--prompt-column and --template exclude each other",
+    ),
     "an unknown scheme": (("submit", "gs://b/k", *RECORDS), "usage", "no storage for gs://"),
     "an output in an unknown scheme": (("submit", "in.jsonl", *RECORDS, "-o", "gs://b/k"), "usage", "gs://"),
     "an output that is the input": (("submit", "in.jsonl", *RECORDS, "-o", "in.jsonl"), "usage", "overwrite"),
@@ -323,7 +354,7 @@ def test_a_job_is_cancelled_and_its_rest_is_left(pagemill: Command, site: Site, 
 
 def test_words_in_brackets_are_shown_as_they_are(pagemill: Command) -> None:
     done = pagemill("submit", "[bold]x[/].jsonl", *RECORDS)
-    assert "There is no file [bold]x[/].jsonl." in done.err
+    assert "No file matches [bold]x[/].jsonl." in done.err
 
 
 def test_the_doctor_names_what_is_wrong(pagemill: Command, site: Site) -> None:
