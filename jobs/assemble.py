@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
 
 from jobs.errors import InputChanged, ObjectNotFound, PreconditionFailed, RowError
+from jobs.joining import join_output
 from jobs.layout import JobLayout
 from jobs.ledger import Ending, Ledger
 from jobs.planner import Plan, PlannedRow, Shard, load_plan, raw_lines, shard_rows
@@ -123,14 +124,14 @@ def _join(
     on_progress: Callable[[], None],
 ) -> Manifest:
     objects = {shard: record.objects(spec.layout, shard) for shard, record in segments.items()}
-    parts = [(record.output, record.errors) for record in segments.values()]
     never_run = _never_run(spec, stores, planned, segments, ending, on_progress) if ending != "completed" else {}
     errors = {shard: error for shard, (_, error) in objects.items() if error}
     errors |= {shard: info for shard, (info, _) in never_run.items()}
-    output_info = stores.concat([output for _, (output, _) in sorted(objects.items()) if output], spec.output_url)
+    output = join_output(spec, stores, segments, on_progress)
     on_progress()
     error_info = stores.concat([error for _, error in sorted(errors.items())], spec.error_url) if errors else None
-    error_lines = sum(e.lines for _, e in parts if e) + sum(lines for _, lines in never_run.values())
+    error_lines = sum(record.errors.lines for record in segments.values() if record.errors)
+    error_lines += sum(lines for _, lines in never_run.values())
     on_progress()
     return Manifest(
         job_id=spec.id,
@@ -140,7 +141,7 @@ def _join(
         ok=sum(record.ok for record in segments.values()),
         failed=sum(record.failed for record in segments.values()),
         usage=sum((record.usage for record in segments.values()), Usage()),
-        output=ResultFile(url=spec.output_url, size=output_info.size, lines=sum(o.lines for o, _ in parts if o)),
+        output=output,
         errors=error_info and ResultFile(url=spec.error_url, size=error_info.size, lines=error_lines),
         remaining=_write_remaining(spec, stores, planned, segments) if ending != "completed" else None,
         engines=tuple(sorted({record.engine for record in segments.values() if record.engine})),

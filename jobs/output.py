@@ -6,8 +6,10 @@
 The error file is plain JSON lines whatever the output is, beside it: `answers.errors.jsonl`.
 """
 
+import gzip
 from typing import Literal
 
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from jobs.errors import UsageError
@@ -15,6 +17,12 @@ from jobs.errors import UsageError
 OutputFormat = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 OutputCompression = Literal["gzip", "zstd"]
 
+EMPTY: dict[OutputCompression | None, bytes] = {
+    None: b"",
+    "gzip": gzip.compress(b"", mtime=0),
+    "zstd": pa.compress(b"", codec="zstd", asbytes=True),
+}
+"""No lines, as a file that readers of the compression take for a whole one."""
 ERRORS_SUFFIX = ".errors.jsonl"
 
 _SUFFIXES: dict[str, OutputFormat] = {

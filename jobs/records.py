@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from jobs.errors import RowError
 from jobs.layout import JobLayout
@@ -99,6 +99,36 @@ class ResultFile(_Frozen):
     url: str
     size: int
     lines: int
+
+
+class Column(_Frozen):
+    """A column of a Parquet output, with its Arrow type."""
+
+    name: str
+    type: str
+
+
+class DatasetPart(_Frozen):
+    """One file of a folder of parts."""
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class DatasetManifest(_Frozen):
+    """What a folder of parts holds, written into it when all parts are there. `columns` are None for JSON lines."""
+
+    job_id: str
+    format: Literal["jsonl", "parquet"]
+    rows: int
+    bytes: int
+    ok: int
+    failed: int
+    usage: Usage
+    columns: tuple[Column, ...] | None = Field(serialization_alias="schema")
+    parts: tuple[DatasetPart, ...]
 
 
 class Manifest(_Frozen):
