@@ -17,6 +17,7 @@ from jobs.assemble import assemble
 from jobs.attempts import left_in_storage
 from jobs.broker import CONTROL_QUEUE, PLAN, Tokens, model_queue, queue_key
 from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, RowError, ServiceUnreachable, StorageError
+from jobs.layout import JobLayout
 from jobs.ledger import Ledger
 from jobs.planner import Plan, Planned, dump_plan, load_plan, plan
 from jobs.records import Manifest
@@ -31,7 +32,7 @@ _MISSED_SWEEPS = 6
 """After so many, people are told that nobody sweeps."""
 _TURN = 0.9
 """Of the interval between two sweeps: so long after one, other control workers leave it at that."""
-_FIRST_TOKENS = 64
+FIRST_TOKENS = 64
 """Tokens sent when a job opens; the sweeper sends more where more slots are free."""
 
 
@@ -81,7 +82,7 @@ class Control:
                     errors=planned.first_errors,
                     error_count=planned.bad,
                 )
-                self._tokens.work(spec.model, min(len(planned.shards), _FIRST_TOKENS))
+                self._tokens.work(spec.model, min(len(planned.shards), FIRST_TOKENS))
 
     def assemble(self, job_id: str) -> None:
         """Join the segments of a job whose shards are settled, or of one that is stopped."""
@@ -158,7 +159,10 @@ class Control:
         """The plan that is in storage, written now if there is none; None where bad rows fail the job.
 
         A plan once written stays: another planner's limits may cut elsewhere, and shards of both would have rows twice.
+        A retry has its parent's plan.
         """
+        if spec.parent is not None and (of_parent := self._stored(spec.parent.layout.plan)) is not None:
+            return self._taken_over(spec, spec.parent.layout, of_parent)
         planned = plan(spec, self._stores, self._settings, lambda rows, size: keep_lock())
         if planned.bad and spec.on_bad_row == "fail":
             self._refuse_rows(spec, planned)
@@ -172,6 +176,14 @@ class Control:
         except PreconditionFailed:
             return load_plan(self._stores.read(spec.layout.plan))
         return planned
+
+    def _taken_over(self, spec: JobSpec, parent: JobLayout, of_parent: bytes) -> Plan:
+        """The parent's plan, put after what it refers to."""
+        for theirs, ours in ((parent.source, spec.layout.source), (parent.schema, spec.layout.schema)):
+            if (found := self._stored(theirs)) is not None:
+                self._stores.put(ours, found)
+        self._stores.put(spec.layout.plan, of_parent)
+        return load_plan(of_parent)
 
     def _refuse_rows(self, spec: JobSpec, planned: Planned) -> None:
         with self._stores.writer(spec.error_url) as writer:

@@ -69,6 +69,13 @@ class InputChanged(PagemillError):
     code = "input_changed"
 
 
+class IdempotencyConflict(PagemillError):
+    """Another job was submitted under the same idempotency key."""
+
+    code = "idempotency_conflict"
+    exit_code = EXIT_USAGE
+
+
 class JobFailed(PagemillError):
     """The job ended without a result file."""
 

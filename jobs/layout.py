@@ -30,6 +30,8 @@ class JobLayout:
 
     storage_url: str
     job_id: str
+    submission: str = ""
+    """What the names of the input's files begin with, where the same job may be submitted again."""
 
     @property
     def root(self) -> str:
@@ -49,7 +51,7 @@ class JobLayout:
 
     def input(self, place: int, suffix: str) -> str:
         """File number `place` of the input."""
-        return f"{self.root}/in/{place:06}{suffix}"
+        return f"{self.root}/in/{self.submission}{place:06}{suffix}"
 
     def copy_of_input(self, name: str, suffix: str) -> str:
         """A copy of the input's rows; `name` is random, so that planners at work at once do not share one."""

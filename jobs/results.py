@@ -142,7 +142,12 @@ def _answered(spec: JobSpec, index: int, custom_id: str | None, status: int, bod
 
 
 def _head(spec: JobSpec, index: int, custom_id: str | None) -> dict[str, str | None]:
-    return {"id": f"batch_req_{_digest(spec, index)}", "custom_id": custom_id}
+    return {"id": row_id(spec, index), "custom_id": custom_id}
+
+
+def row_id(spec: JobSpec, index: int) -> str:
+    """The id of row `index` in OpenAI lines: the same in a job and in those that run its failed rows again."""
+    return f"batch_req_{_digest(spec, index)}"
 
 
 def _record_answer(spec: JobSpec, outcome: Completion | Embeddings) -> dict[str, Any]:

@@ -51,6 +51,10 @@ class Settings(BaseSettings):
 
     lease_ttl: Annotated[float, Field(gt=0)] = 30
     """How long a shard stays with a worker that has stopped beating. A beat comes every two seconds."""
+    tenant_weights: dict[str, Annotated[float, Field(ge=1e-3, le=1e3)]] = Field(default_factory=dict)
+    """How the tenants' jobs of one priority share a model's workers; a tenant that is not listed has the weight 1."""
+    priority_patience: Annotated[float, Field(gt=0)] = 600
+    """After so long without a shard, a lower priority comes before higher ones, at every fourth turn at most."""
     sweep_every: Annotated[float, Field(gt=0)] = 10
     stop_grace: Annotated[float, Field(gt=0)] = 30
     """How long a worker may take to stop after SIGTERM before it ends itself."""

@@ -32,6 +32,7 @@ PROMPT_WAYS = ("prompt_column", "messages_column", "template", "messages_templat
 """What may say how a record becomes a request; exactly one does."""
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_PRIORITY = 1000
+DEFAULT_TENANT = "default"
 
 
 class InputFile(BaseModel):
@@ -59,7 +60,9 @@ class Input(BaseModel):
     """What the rows are: of the files, in order and all of one format, those that are asked for.
 
     `limit` keeps the first rows; `sample` keeps so many, drawn by `sample_seed`, in their order. Both count bad rows
-    too.
+    too. Parquet has more: `where` keeps the rows for which it holds, before they are counted, and `columns` are what
+    is kept of them. `arrow_schema` has the types of all columns, in all files; with `regroup`, row groups are so large
+    that the planner cuts them first.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -69,6 +72,10 @@ class Input(BaseModel):
     limit: int | None = Field(default=None, ge=1)
     sample: int | None = Field(default=None, ge=1)
     sample_seed: int = Field(default=0, ge=0)
+    where: str | None = None
+    columns: tuple[str, ...] | None = None
+    arrow_schema: str | None = None
+    regroup: bool = False
 
     @model_validator(mode="after")
     def _one_choice(self) -> "Input":
@@ -83,8 +90,13 @@ class Input(BaseModel):
 
     @property
     def is_direct(self) -> bool:
-        """Whether shards are parts of the files as they are, and of all their rows."""
-        return self.sample is None and self.format == "jsonl" and not any(file.compression for file in self.files)
+        """Whether shards are parts of the files as they are, and no sample of their rows."""
+        return self.sample is None and not self.needs_copy
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether there is a file that cannot be read from any position."""
+        return self.regroup or self.format in ("csv", "tsv") or any(file.compression for file in self.files)
 
 
 class OpenAIRows(BaseModel):
@@ -153,12 +165,26 @@ class Parent(BaseModel):
         return JobLayout(self.storage_url, self.job_id)
 
 
-class JobSpec(BaseModel):
-    """One submitted file and how to run it.
+class Terms(BaseModel):
+    """How a job runs beside others, and what is done with rows that are slow or alike.
 
     Of jobs of one model, those of the highest priority run first; within it, tenants and their jobs share by weight.
-    At `expires_at` (Unix seconds) the job ends with what is done.
+    At `expires_at` (Unix seconds) the job ends with what is done. A row that the engine has had for `max_row_seconds`
+    ends as an error.
     """
+
+    model_config = ConfigDict(frozen=True)
+
+    tenant: Tenant = DEFAULT_TENANT
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    weight: float = Field(default=1.0, ge=1e-3, le=1e3)
+    expires_at: int | None = None
+    max_row_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    dedupe: Dedupe = "off"
+
+
+class JobSpec(Terms):
+    """One submitted input and how to run it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -179,12 +205,6 @@ class JobSpec(BaseModel):
     on_bad_row: OnBadRow
     max_line_bytes: int = Field(default=MAX_LINE_BYTES, ge=1024)
     max_tries: int = Field(default=4, ge=1)
-    max_row_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    dedupe: Dedupe = "off"
-    tenant: Tenant = "default"
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    weight: float = Field(default=1.0, ge=1e-3, le=1e3)
-    expires_at: int | None = None
     parent: Parent | None = None
 
     @property
@@ -192,9 +212,20 @@ class JobSpec(BaseModel):
         return JobLayout(self.storage_url, self.id)
 
     @property
+    def terms(self) -> Terms:
+        return Terms(**self.model_dump(include=set(Terms.model_fields)))
+
+    @property
     def origin(self) -> str:
         """The job from whose id the ids and the seeds of the rows follow: a row that is tried again is the same row."""
         return self.parent.origin if self.parent else self.id
+
+    def asks_the_same(self, other: "JobSpec") -> bool:
+        """Whether both are submissions of one job: all is the same but the input's place and when each was made."""
+        return self._request() == other._request()
+
+    def _request(self) -> "JobSpec":
+        return self.model_copy(update={"created_at": 0, "expires_at": None, "input": None})
 
     def accepts_model(self, name: str) -> bool:
         return name == self.model or name in self.model_aliases
@@ -209,6 +240,12 @@ class JobSpec(BaseModel):
 def new_job_id() -> str:
     """An id that sorts by time and is never repeated: `batch_`, 11 hex digits of milliseconds, 80 random bits."""
     return f"batch_{time.time_ns() // 1_000_000:011x}{secrets.token_hex(10)}"
+
+
+def job_id_of(tenant: str, idempotency_key: str) -> str:
+    """The id of the one job that a tenant submits under this key, however often."""
+    digest = hashlib.sha256(f"{tenant}\0{idempotency_key}".encode()).hexdigest()
+    return f"batch_k{digest[:40]}"
 
 
 def model_key(model: str) -> str:

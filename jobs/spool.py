@@ -122,6 +122,14 @@ class Spool:
         self.ok += 1
         self._usage += outcome.usage
 
+    def keep(self, line: bytes, usage: Usage) -> None:
+        """Add a row whose output line is known already. Only where the output is JSON lines."""
+        if not isinstance(self._output, _LinesOutput):
+            raise TypeError("a line for an output that has none")
+        self._output.write(line)
+        self.ok += 1
+        self._usage += usage
+
     def put(self, lease: Lease, engine: str) -> SegmentRecord:
         """Put the segment under the attempt's own keys, and return the record to commit. May be repeated.
 

@@ -4,13 +4,15 @@ In that order, so that whatever the ledger knows of is in storage. A submit that
 no job refers to, and no job that cannot run.
 """
 
+import hashlib
 import time
 from collections.abc import Sequence
+from secrets import token_hex
 
 from pydantic import ValidationError
 
 from jobs.broker import PLAN, Tokens
-from jobs.errors import UsageError
+from jobs.errors import IdempotencyConflict, ObjectNotFound, PreconditionFailed, UsageError
 from jobs.inputs import InputOptions, find_files, place_files
 from jobs.layout import JobLayout, absolute_url
 from jobs.ledger import Ledger
@@ -18,7 +20,18 @@ from jobs.output import Output, OutputFormat, errors_beside, output_of
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 from jobs.settings import Settings
-from jobs.spec import MAX_LINE_BYTES, JobSpec, OnBadRow, OpenAIRows, RecordRows, new_job_id
+from jobs.spec import (
+    MAX_LINE_BYTES,
+    Input,
+    InputFile,
+    JobSpec,
+    OnBadRow,
+    OpenAIRows,
+    RecordRows,
+    Terms,
+    job_id_of,
+    new_job_id,
+)
 from jobs.storage import Stores
 
 
@@ -39,6 +52,8 @@ def prepare(
     model_aliases: tuple[str, ...] = (),
     lora: str | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
+    terms: Terms = Terms(),  # noqa: B008
+    idempotency_key: str | None = None,
     job_id: str | None = None,
 ) -> JobSpec:
     """The spec of a job on `source` (paths, folders, globs, URLs, or `-`), with the input where workers can read it.
@@ -46,16 +61,22 @@ def prepare(
     Local files are uploaded where the storage is not local. Raises UsageError for an input that is missing or empty,
     and for an output that could not be written, or whose name contradicts `output_format`; and whatever the storage
     raises. With `taken_up` the output was checked when the run that is taken up began.
+
+    The id follows from the idempotency key, if there is one; `enter` then finds the job that was submitted before.
     """
+    if idempotency_key is not None:
+        job_id = job_id_of(terms.tenant, idempotency_key)
     job_id = job_id or new_job_id()
     form = output_of(output, output_format)
-    layout = JobLayout(settings.storage_url, job_id)
+    # The files of a job that is submitted again must not take the place of those that it runs on.
+    layout = JobLayout(settings.storage_url, job_id, submission=f"{token_hex(8)}-" if idempotency_key else "")
     files = find_files([source] if isinstance(source, str) else source, stores)
     output_url = _output_url(output) if output else layout.output(form.suffix)
-    if output and not taken_up:
+    if output and not taken_up and not (idempotency_key and _is_there(stores, layout.spec)):
         _check_output(output_url, form, files, stores)
     try:
         return JobSpec(
+            **terms.model_dump(),
             id=job_id,
             created_at=int(time.time()),
             storage_url=settings.storage_url,
@@ -78,11 +99,64 @@ def prepare(
         raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def enter(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens) -> None:
-    """Write the spec to storage and the job to the ledger, and wake a planner. May be repeated with the same spec."""
-    stores.put_if_absent(spec.layout.spec, spec.model_dump_json().encode())
+def enter(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens) -> JobSpec:
+    """Write the spec to storage and the job to the ledger, and wake a planner. May be repeated with the same spec.
+
+    Returns the spec that stands: an earlier one, where the same was submitted before under the same idempotency key.
+    Raises IdempotencyConflict where something else was.
+    """
+    try:
+        stores.put_if_absent(spec.layout.spec, spec.model_dump_json().encode())
+    except PreconditionFailed:
+        spec = _submitted_before(spec, stores)
     ledger.create(spec)
     tokens.send(PLAN, spec.id)
+    return spec
+
+
+def _submitted_before(spec: JobSpec, stores: Stores) -> JobSpec:
+    """The spec that is in storage under this one's id. The files that were placed for this one are removed."""
+    first = JobSpec.model_validate_json(stores.read(spec.layout.spec))
+    same = spec.asks_the_same(first) and _same_input(spec.input, first.input, stores)
+    kept = {file.url for file in first.input.files}
+    ours = [file.url for file in spec.input.files if file.url.startswith(f"{spec.layout.root}/")]
+    stores.delete(url for url in ours if url not in kept)
+    if not same:
+        raise IdempotencyConflict(
+            f"Job {first.id} was submitted under this idempotency key, with another input or other options.",
+            hint="Use another key for another job.",
+        )
+    return first
+
+
+def _same_input(one: Input, other: Input, stores: Stores) -> bool:
+    """Whether both have the same rows, byte for byte."""
+    if len(one.files) != len(other.files) or one.model_copy(update={"files": other.files}) != other:
+        return False
+    return all(_same_file(a, b, stores) for a, b in zip(one.files, other.files, strict=True))
+
+
+def _same_file(one: InputFile, other: InputFile, stores: Stores) -> bool:
+    if (one.url, one.etag) == (other.url, other.etag):
+        return True
+    if one.size != other.size or one.url == other.url:
+        return False
+    return _digest(one, stores) == _digest(other, stores)
+
+
+def _digest(file: InputFile, stores: Stores) -> bytes:
+    digest = hashlib.sha256()
+    for piece in stores.stream(file.url, 0, file.size, file.etag):
+        digest.update(piece)
+    return digest.digest()
+
+
+def _is_there(stores: Stores, url: str) -> bool:
+    try:
+        stores.head(url)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def _output_url(output: str) -> str:

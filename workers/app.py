@@ -17,8 +17,9 @@ from engine.config import EngineConfig
 from engine.info import EngineInfo
 from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, WORK, Tokens, make_app, model_queue
 from jobs.control import Control
-from jobs.ledger import Ledger, connect
+from jobs.ledger import FairShare, Ledger, connect
 from jobs.records import WorkerView
+from jobs.retry import KeptAnswers
 from jobs.settings import Settings
 from jobs.storage import Stores
 from jobs.sweeper import Sweeper
@@ -93,6 +94,7 @@ def _slot_context(
 ) -> SlotContext:
     worker_id = f"{socket.gethostname()}-{uuid4().hex[:12]}"
     rate = Rate()
+    stores = Stores(settings)
 
     def describe(busy: int) -> WorkerView:
         return WorkerView(
@@ -110,12 +112,14 @@ def _slot_context(
 
     return SlotContext(
         ledger=ledger,
-        stores=Stores(settings),
+        stores=stores,
         tokens=tokens,
         host=host,
         heartbeat=Heartbeat(ledger, settings.lease_ttl, describe),
         stopping=Stopping(),
         lease_ttl=settings.lease_ttl,
+        kept=KeptAnswers(stores),
+        share=FairShare(settings.tenant_weights, settings.priority_patience),
         window=2 * info.max_num_seqs,
         engine_name=_engine_name(info),
     )

@@ -26,6 +26,7 @@ from jobs.ledger import EQUAL_SHARES, FairShare, Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord
 from jobs.results import Outcome
+from jobs.retry import Kept, KeptAnswers
 from jobs.rows import Row
 from jobs.spool import Spool
 from jobs.storage import Stores
@@ -67,6 +68,7 @@ class SlotContext:
     lease_ttl: float
     window: int
     engine_name: str
+    kept: KeptAnswers
     share: FairShare = EQUAL_SHARES
 
 
@@ -148,7 +150,8 @@ class Attempt:
         self._events: SimpleQueue[int | Signal] = SimpleQueue()
         self._ended: str | None = None
         self._asked: dict[int, AskedRow] = {}
-        self._settled: dict[int, tuple[PlannedRow, Outcome]] = {}
+        self._settled: dict[int, tuple[PlannedRow, Outcome | Kept]] = {}
+        self._kept: dict[int, Kept] = {}
         self._next_row = lease.shard.first_row
         self._rows_read = 0
         self._twins = Twins(lease.spec.dedupe)
@@ -174,6 +177,7 @@ class Attempt:
         try:
             self._context.heartbeat.hold(Held(self._lease, lambda: self._next_row - first_row, self._end))
             with self._persistently(lambda: Spool(self._lease.spec, self._context.stores)) as spool:
+                self._kept = self._persistently(lambda: self._context.kept.of(self._lease.spec, self._lease.shard))
                 self._answer_rows(spool)
                 self._commit(self._put(spool))
         except (PagemillError, OSError) as error:
@@ -214,6 +218,9 @@ class Attempt:
         return islice(shard_rows(self._lease.spec, self._context.stores, self._lease.shard), first, None)
 
     def _ask(self, planned: PlannedRow) -> None:
+        if (kept := self._kept.get(planned.index)) is not None:
+            self._settled[planned.index] = (planned, kept)
+            return
         if not isinstance(planned.row, Row):
             self._settled[planned.index] = (planned, planned.row)
             return
@@ -285,7 +292,11 @@ class Attempt:
     def _spool_settled(self, spool: Spool) -> None:
         """Write what is settled as far as there is no gap: the segment is in row order."""
         while (found := self._settled.pop(self._next_row, None)) is not None:
-            spool.add(*found)
+            planned, outcome = found
+            if isinstance(outcome, Kept):
+                spool.keep(outcome.line, outcome.usage)
+            else:
+                spool.add(planned, outcome)
             self._next_row += 1
 
     # --- the end ------------------------------------------------------------------------------------------------

@@ -21,14 +21,16 @@ class Twins:
 
     def answer(self, row: Row) -> Outcome | None:
         """The answer to an earlier row that asked for the same."""
-        found = self._answers.get(self._request(row))
+        if not self._may_share(row):
+            return None
+        found = self._answers.get(_request(row))
         return None if found is None else _as_of(row, found)
 
     def wait(self, planned: PlannedRow, row: Row) -> bool:
         """Whether a row that asked for the same is being answered, and this one will be with it. Else this one is."""
         if not self._may_share(row):
             return False
-        request = self._request(row)
+        request = _request(row)
         if request in self._waiting:
             self._waiting[request].append(planned)
             return True
@@ -37,19 +39,20 @@ class Twins:
 
     def settle(self, row: Row, outcome: Outcome) -> list[tuple[PlannedRow, Outcome]]:
         """The rows that waited for this one's answer, with their answers."""
-        waiting = self._waiting.pop(self._request(row), None)
-        if waiting is None:
+        if not self._may_share(row):
             return []
-        self._answers[self._request(row)] = outcome
-        return [(planned, _as_of(planned.row, outcome)) for planned in waiting]
+        request = _request(row)
+        self._answers[request] = outcome
+        return [(planned, _as_of(planned.row, outcome)) for planned in self._waiting.pop(request)]
 
     def _may_share(self, row: Row) -> bool:
         if self._dedupe == "exact":
             return isinstance(row.params, Pooling) or _is_determined(row.params)
         return self._dedupe == "all"
 
-    def _request(self, row: Row) -> _Request:
-        return (row.kind, _frozen(row.prompts), row.params, row.lora)
+
+def _request(row: Row) -> _Request:
+    return row.kind, _frozen(row.prompts), row.params, row.lora
 
 
 def _is_determined(sampling: Sampling) -> bool:

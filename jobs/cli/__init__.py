@@ -12,10 +12,11 @@ from rich.console import Console
 
 from jobs.cli.doctor import doctor
 from jobs.cli.gc import gc
-from jobs.cli.inspect import cancel, errors, list_jobs, results, status, watch
+from jobs.cli.inspect import errors, list_jobs, results, status, watch
 from jobs.cli.recover import recover
 from jobs.cli.run import run
 from jobs.cli.services import up
+from jobs.cli.steer import cancel, pause, resume, retry
 from jobs.cli.submit import submit
 from jobs.errors import PagemillError, UsageError
 from jobs.ledger import unreachable
@@ -33,7 +34,10 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "status": status,
         "list": list_jobs,
         "watch": watch,
+        "pause": pause,
+        "resume": resume,
         "cancel": cancel,
+        "retry": retry,
         "results": results,
         "errors": errors,
     },

@@ -1,4 +1,4 @@
-"""Looking at jobs, stopping them, and fetching what they made."""
+"""Looking at jobs, and fetching what they made."""
 
 import sys
 from typing import Annotated
@@ -46,23 +46,11 @@ def watch(job: JobArgument, json: Json = False) -> None:
     raise typer.Exit(exit_code(view))
 
 
-def cancel(job: JobArgument, json: Json = False) -> None:
-    """Stop a job. Its finished shards are kept, and a file of the rest is left to submit again."""
-    client = open_client()
-    client.ledger.view(job)
-    reply = client.ledger.cancel(job)
-    if reply != "ok":
-        raise UsageError(f"The job is {reply}: there is nothing to cancel.", code="not_cancellable")
-    client.tokens.assemble(job)
-    view = client.ledger.view(job)
-    print_json(view.as_dict()) if json else typer.echo(view.state)
-
-
 def results(job: JobArgument, output: To = None, json: Json = False) -> None:
     """Print the output file of a job that has ended, or copy it. With --json: where it is, not what it says."""
     client = open_client()
     view = client.ledger.view(job)
-    if view.state not in ("completed", "cancelled"):
+    if view.state not in ("completed", "cancelled", "expired"):
         hint = f"`pagemill errors {job}` says why." if view.terminal else f"`pagemill watch {job}` waits for it."
         raise UsageError(f"The job is {view.state}: it has no output file.", hint=hint)
     _deliver(client, view.output_url, output, json)

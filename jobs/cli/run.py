@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from jobs.cli.client import Client, open_client
-from jobs.cli.options import AsFormat, EngineOptions, JobOptions, Json, Model, with_groups
+from jobs.cli.options import INPUT_HELP, AsFormat, EngineOptions, JobOptions, Json, Model, with_groups
 from jobs.cli.services import children
 from jobs.cli.show import exit_code, follow, print_errors, print_json, stderr, stdout
+from jobs.cli.terms import RowTermOptions
 from jobs.errors import PagemillError, UsageError
 from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
@@ -33,10 +34,11 @@ _SPEC = "run.json"
 
 @with_groups
 def run(
-    source: Annotated[str, typer.Argument(metavar="INPUT", help="A path, file:// or s3:// URL of a JSONL file.")],
+    source: Annotated[list[str], typer.Argument(metavar="INPUT...", help=INPUT_HELP)],
     output: Annotated[str, typer.Option("--output", "-o", help="Path of the result, or its URL.")],
     model: Model,
     job: JobOptions,
+    row_terms: RowTermOptions,
     engine: EngineOptions,
     output_format: AsFormat = None,
     fresh: Annotated[
@@ -50,7 +52,7 @@ def run(
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     config = settings().model_copy(update={"state_dir": folder, "redis_url": "", "storage": ""})
-    spec = _spec(source, output, output_format, model, job, config)
+    spec = _spec(source, output, output_format, model, job, row_terms, config)
     signal.signal(signal.SIGTERM, _interrupt)
     with Supervisor(folder / "log", grace=config.stop_grace) as supervisor:
         supervisor.start(valkey_child(config))
@@ -85,7 +87,13 @@ def _state_folder(output: str) -> Path:
 
 
 def _spec(
-    source: str, output: str, output_format: OutputFormat | None, model: str, job: JobOptions, config: Settings
+    source: list[str],
+    output: str,
+    output_format: OutputFormat | None,
+    model: str,
+    job: JobOptions,
+    row_terms: RowTermOptions,
+    config: Settings,
 ) -> JobSpec:
     """The spec of this run: a new one, or that of the stopped run that it takes up."""
     path = config.state_dir / _SPEC
@@ -95,6 +103,8 @@ def _spec(
         stores=Stores(config),
         settings=config,
         rows=job.rows,
+        input_options=job.input_options,
+        max_line_bytes=job.max_line_bytes,
         sampling=job.sampling,
         pooling=job.embedding,
         output=output,
@@ -103,6 +113,7 @@ def _spec(
         on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),
         lora=job.lora,
+        terms=row_terms.terms,
     )
     if path.exists():
         stopped = JobSpec.model_validate_json(path.read_bytes())

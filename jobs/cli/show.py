@@ -44,9 +44,10 @@ def print_job(view: JobView) -> None:
     rows = "?" if view.rows is None else str(view.rows)
     facts: list[tuple[str, str]] = [
         ("job", view.id),
-        ("state", f"[{color}]{view.state}[/]"),
+        ("state", f"[{color}]{state_of(view)}[/]"),
         ("model", view.model),
         ("created", str(datetime.fromtimestamp(view.created_at))),
+        ("queue", f"priority {view.priority}, tenant {view.tenant}"),
         ("rows", f"{view.done} done, {view.failed} failed, {view.in_flight} in flight, of {rows}"),
         ("shards", f"{view.settled} settled, {view.leased} in work, of {view.shards or '?'}"),
         (
@@ -54,6 +55,10 @@ def print_job(view: JobView) -> None:
             f"{view.usage.prompt_tokens} in ({view.usage.cached_tokens} cached), {view.usage.completion_tokens} out",
         ),
     ]
+    if view.parent:
+        facts.append(("retries", f"the failed rows of {view.parent}"))
+    if view.expires_at:
+        facts.append(("expires", str(datetime.fromtimestamp(view.expires_at))))
     if view.started_at and view.ended_at:
         facts.append(("took", str(timedelta(seconds=view.ended_at - view.started_at))))
     facts += [
@@ -67,6 +72,11 @@ def print_job(view: JobView) -> None:
         table.add_row(f"[bold]{name}[/]", value if name == "state" else _plain(value))
     stdout.print(table)
     print_errors(view)
+
+
+def state_of(view: JobView) -> str:
+    """The state in words, and whether the job is held."""
+    return f"{view.state}, paused" if view.paused else view.state
 
 
 def print_errors(view: JobView) -> None:
@@ -86,12 +96,24 @@ def _place(error: RowError) -> str:
 
 
 def print_jobs(views: list[JobView]) -> None:
-    table = Table(Column("job", no_wrap=True, overflow="fold"), "state", "model", "rows", "failed", "created", box=None)
+    table = Table(
+        Column("job", no_wrap=True, overflow="fold"),
+        "state",
+        "model",
+        "tenant",
+        "priority",
+        "rows",
+        "failed",
+        "created",
+        box=None,
+    )
     for view in views:
         done = f"{view.done + view.failed}/{'?' if view.rows is None else view.rows}"
         created = datetime.fromtimestamp(view.created_at).strftime("%Y-%m-%d %H:%M")
-        state = f"[{_COLORS.get(view.state, 'cyan')}]{view.state}[/]"
-        table.add_row(view.id, state, _plain(view.model), done, str(view.failed), created)
+        state = f"[{_COLORS.get(view.state, 'cyan')}]{state_of(view)}[/]"
+        table.add_row(
+            view.id, state, _plain(view.model), view.tenant, str(view.priority), done, str(view.failed), created
+        )
     stdout.print(table)
 
 

@@ -5,16 +5,19 @@ from typing import Annotated
 import typer
 
 from jobs.cli.client import open_client
-from jobs.cli.options import AsFormat, JobOptions, Json, Model, with_groups
+from jobs.cli.options import INPUT_HELP, AsFormat, JobOptions, Json, Model, with_groups
 from jobs.cli.show import exit_code, follow, print_job, print_json, stderr
+from jobs.cli.terms import QueueOptions, RowTermOptions
 from jobs.submit import enter, prepare
 
 
 @with_groups
 def submit(
-    source: Annotated[str, typer.Argument(metavar="INPUT", help="A path, '-', file:// or s3:// URL of a JSONL file.")],
+    source: Annotated[list[str], typer.Argument(metavar="INPUT...", help=INPUT_HELP)],
     model: Model,
     job: JobOptions,
+    row_terms: RowTermOptions,
+    queue: QueueOptions,
     output: Annotated[
         str | None, typer.Option("--output", "-o", help="Path or URL of the result. Default: beside the job.")
     ] = None,
@@ -30,6 +33,8 @@ def submit(
         stores=client.stores,
         settings=client.settings,
         rows=job.rows,
+        input_options=job.input_options,
+        max_line_bytes=job.max_line_bytes,
         sampling=job.sampling,
         pooling=job.embedding,
         output=output,
@@ -37,8 +42,10 @@ def submit(
         on_bad_row=job.on_bad_row,
         model_aliases=tuple(job.model_alias or ()),
         lora=job.lora,
+        terms=queue.terms(row_terms),
+        idempotency_key=queue.idempotency_key,
     )
-    enter(spec, client.ledger, client.stores, client.tokens)
+    spec = enter(spec, client.ledger, client.stores, client.tokens)
     if not wait:
         print_json(client.ledger.view(spec.id).as_dict()) if json else typer.echo(spec.id)
         if not any(worker.model == model for worker in client.ledger.workers()):

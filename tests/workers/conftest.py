@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.ledger import Ledger
+from jobs.retry import KeptAnswers
 from jobs.spec import JobSpec
 from tests.jobs.ledgers import worker
 from tests.jobs.site import Site
@@ -68,6 +69,7 @@ def bench(site: Site, engines: Engines) -> Iterator[Bench]:
         lease_ttl=TTL,
         window=WINDOW,
         engine_name="stub",
+        kept=KeptAnswers(site.stores),
     )
     yield Bench(site, context)
     heartbeat.stop()

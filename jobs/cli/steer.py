@@ -1,0 +1,89 @@
+"""Holding, stopping and repeating jobs."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from jobs.cli.client import Client, open_client
+from jobs.cli.inspect import JobArgument
+from jobs.cli.options import Json
+from jobs.cli.show import exit_code, follow, print_job, print_json, state_of
+from jobs.cli.terms import Expires, checked_terms, deadline
+from jobs.control import FIRST_TOKENS
+from jobs.errors import UsageError
+from jobs.layout import absolute_url
+from jobs.retry import retry_spec
+from jobs.submit import enter
+
+
+def cancel(job: JobArgument, json: Json = False) -> None:
+    """Stop a job. Its finished shards are kept, and a file of the rest is left to submit again."""
+    client = open_client()
+    client.ledger.view(job)
+    _check(client.ledger.cancel(job), "cancel", code="not_cancellable")
+    client.tokens.assemble(job)
+    _say(client, job, json)
+
+
+def pause(job: JobArgument, json: Json = False) -> None:
+    """Hold a job. Shards in work are finished, and no more are begun until `resume`."""
+    client = open_client()
+    client.ledger.view(job)
+    _check(client.ledger.pause(job), "pause", code="not_pausable")
+    _say(client, job, json)
+
+
+def resume(job: JobArgument, json: Json = False) -> None:
+    """Go on with a paused job."""
+    client = open_client()
+    view = client.ledger.view(job)
+    _check(client.ledger.resume(job), "resume", code="not_resumable")
+    waiting = (view.shards or 0) - view.settled - view.leased
+    client.tokens.work(view.model, min(waiting, FIRST_TOKENS))
+    _say(client, job, json)
+
+
+def retry(
+    job: JobArgument,
+    failed: Annotated[bool, typer.Option("--failed", help="The rows that failed or were never run.")] = False,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", help="Path or URL of the new result. Default: beside the new job."),
+    ] = None,
+    max_row_seconds: Annotated[
+        float | None, typer.Option(help="In place of the job's own limit, which may be why rows failed.")
+    ] = None,
+    priority: Annotated[int | None, typer.Option(help="In place of the job's own.")] = None,
+    expires: Expires = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the new job has ended.")] = False,
+    json: Json = False,
+) -> None:
+    """Run a job's failed rows again, in a new job whose result has all rows: the other answers are kept."""
+    if not failed:
+        raise UsageError("Say which rows: --failed.", hint="To run all rows again, submit the input again.")
+    client = open_client()
+    parent, view = client.ledger.spec(job), client.ledger.view(job)
+    given = {"max_row_seconds": max_row_seconds, "priority": priority}
+    changes = {name: value for name, value in given.items() if value is not None}
+    own = {"expires_at": None if expires is None else deadline(expires, time.time())}
+    terms = checked_terms(**{**parent.terms.model_dump(), **changes, **own})
+    output_url = None if output is None else absolute_url(output)
+    spec = retry_spec(parent, view, output_url, terms, client.stores)
+    enter(spec, client.ledger, client.stores, client.tokens)
+    if not wait:
+        print_json(client.ledger.view(spec.id).as_dict()) if json else typer.echo(spec.id)
+        return
+    ended = follow(spec.id, client.ledger, quiet=json)
+    print_json(ended.as_dict()) if json else print_job(ended)
+    raise typer.Exit(exit_code(ended))
+
+
+def _check(reply: str, verb: str, code: str) -> None:
+    if reply != "ok":
+        raise UsageError(f"The job is {reply}: there is nothing to {verb}.", code=code)
+
+
+def _say(client: Client, job: str, json: bool) -> None:
+    view = client.ledger.view(job)
+    print_json(view.as_dict()) if json else typer.echo(state_of(view))
