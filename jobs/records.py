@@ -46,7 +46,8 @@ class Part(_Frozen):
 class SegmentRecord(_Frozen):
     """The commit record of a shard: which attempt's segment is its result, and what that holds.
 
-    `engine` names what computed it (model, dtype), so that a result mixed from two kinds of workers shows.
+    `engine` names what computed it (model, dtype), so that a result mixed from two kinds of workers shows. `failures`
+    counts the failed rows by code. The times, in Unix seconds, are the attempt's, from its lease to its last row.
     """
 
     attempt: str
@@ -57,6 +58,10 @@ class SegmentRecord(_Frozen):
     output: Part | None = None
     errors: Part | None = None
     engine: str = ""
+    worker: str = ""
+    failures: dict[str, int] = {}
+    started_at: float | None = None
+    finished_at: float | None = None
 
     def objects(self, layout: JobLayout, shard: int) -> tuple[ObjectInfo | None, ObjectInfo | None]:
         """The output object and the error object, as they were when they were put; None where there are no lines."""

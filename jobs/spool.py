@@ -3,6 +3,8 @@
 import gzip
 import hashlib
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol, Self
@@ -106,6 +108,9 @@ class Spool:
         self._output: _Output = _LinesOutput(path, spec) if schema is None else _ParquetOutput(path, spec, schema)
         self._errors = _Lines(folder / "errors.jsonl")
         self._usage = Usage()
+        self._failures: Counter[str] = Counter()
+        self._started_at = time.time()
+        self._finished_at: float | None = None
         self.ok = 0
         self.failed = 0
 
@@ -118,6 +123,7 @@ class Spool:
         if isinstance(outcome, RowError):
             self._errors.write(error_line(self._spec, planned.index, planned.line, _row(planned), outcome))
             self.failed += 1
+            self._failures[outcome.code] += 1
             return
         self.ok += 1
         self._usage += outcome.usage
@@ -130,17 +136,20 @@ class Spool:
         self.ok += 1
         self._usage += usage
 
-    def put(self, lease: Lease, engine: str) -> SegmentRecord:
+    def put(self, lease: Lease, engine: str, worker: str = "") -> SegmentRecord:
         """Put the segment under the attempt's own keys, and return the record to commit. May be repeated.
 
         The record is put too, last: where it is, both parts are, and a ledger that was lost finds them by it.
         """
         shard, fence, attempt = lease.shard.index, lease.fence, lease.attempt
-        record = self.put_parts(shard, fence, attempt, engine)
+        self._finished_at = self._finished_at or time.time()
+        times = {"started_at": self._started_at, "finished_at": self._finished_at}
+        by = {"engine": engine, "worker": worker}
+        record = self.put_parts(shard, fence, attempt).model_copy(update={**by, **times})
         self._stores.put(self._spec.layout.record(shard, fence, attempt), record.model_dump_json().encode())
         return record
 
-    def put_parts(self, shard: int, fence: int, attempt: str, engine: str = "") -> SegmentRecord:
+    def put_parts(self, shard: int, fence: int, attempt: str) -> SegmentRecord:
         """Put the segment without its record, which is returned: nobody but the caller learns of it."""
 
         def put(file: _Output | _Lines, which: str, suffix: str) -> Part | None:
@@ -159,7 +168,7 @@ class Spool:
             usage=self._usage,
             output=put(self._output, "", self._spec.output.suffix),
             errors=put(self._errors, ".errors", ".jsonl"),
-            engine=engine,
+            failures=dict(self._failures),
         )
 
     def __enter__(self) -> Self:

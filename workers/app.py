@@ -122,6 +122,7 @@ def _slot_context(
         share=FairShare(settings.tenant_weights, settings.priority_patience),
         window=2 * info.max_num_seqs,
         engine_name=_engine_name(info),
+        worker_id=worker_id,
     )
 
 

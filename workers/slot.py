@@ -68,6 +68,7 @@ class SlotContext:
     lease_ttl: float
     window: int
     engine_name: str
+    worker_id: str
     kept: KeptAnswers
     share: FairShare = EQUAL_SHARES
 
@@ -308,7 +309,7 @@ class Attempt:
         deadline = time.monotonic() + _REFUSAL_PATIENCE_S
         while True:
             try:
-                return self._persistently(lambda: spool.put(lease, context.engine_name))
+                return self._persistently(lambda: spool.put(lease, context.engine_name, context.worker_id))
             except StorageError as error:
                 if time.monotonic() >= deadline:
                     raise

@@ -14,6 +14,7 @@ from jobs.cli.doctor import doctor
 from jobs.cli.gc import gc
 from jobs.cli.inspect import errors, list_jobs, results, status, watch
 from jobs.cli.recover import recover
+from jobs.cli.report import report
 from jobs.cli.run import run
 from jobs.cli.services import up
 from jobs.cli.steer import cancel, pause, resume, retry
@@ -40,6 +41,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "retry": retry,
         "results": results,
         "errors": errors,
+        "report": report,
     },
     "Services": {"up": up},
     "Operations": {"doctor": doctor, "recover": recover, "gc": gc},

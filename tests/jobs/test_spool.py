@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import time
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -54,6 +55,16 @@ def planned(lease: Lease, index: int) -> PlannedRow:
 
 
 def test_a_segment_is_put_under_the_attempt_s_own_keys(lease: Lease, stores: Stores) -> None:
+    began = time.time()
+    with Spool(lease.spec, stores) as spool:
+        for index, outcome in enumerate((ANSWER, REFUSAL, ANSWER)):
+            spool.add(planned(lease, index), outcome)
+        record = spool.put(lease, "an engine", "a worker")
+        assert spool.put(lease, "an engine", "a worker").finished_at == record.finished_at
+    assert (record.worker, record.failures) == ("a worker", {"x": 1})
+    assert record.started_at is not None
+    assert record.finished_at is not None
+    assert began <= record.started_at <= record.finished_at <= time.time()
     with Spool(lease.spec, stores) as spool:
         for index, outcome in enumerate((ANSWER, REFUSAL, ANSWER)):
             spool.add(planned(lease, index), outcome)

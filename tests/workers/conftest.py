@@ -69,6 +69,7 @@ def bench(site: Site, engines: Engines) -> Iterator[Bench]:
         lease_ttl=TTL,
         window=WINDOW,
         engine_name="stub",
+        worker_id="w",
         kept=KeptAnswers(site.stores),
     )
     yield Bench(site, context)
