@@ -352,6 +352,11 @@ class Ledger:
         found = cast(dict[str, str], self.client.hgetall(self._key(job_id, "commit")))
         return {int(shard): load_record(data) for shard, data in found.items()}
 
+    def record(self, job_id: str, shard: int) -> SegmentRecord | DeadShard | None:
+        """The commit record of one shard, if it is settled."""
+        data = cast(str | None, self.client.hget(self._key(job_id, "commit"), str(shard)))
+        return None if data is None else load_record(data)
+
     def faults(self, job_id: str) -> dict[int, str]:
         """Why shards were put back last."""
         return {int(k): v for k, v in cast(dict[str, str], self.client.hgetall(self._key(job_id, "faults"))).items()}

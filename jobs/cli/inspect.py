@@ -1,16 +1,21 @@
 """Looking at jobs, and fetching what they made."""
 
+import os
 import sys
+import time
 from typing import Annotated
 
 import typer
 
 from jobs.cli.client import Client, open_client
 from jobs.cli.options import Json
-from jobs.cli.show import exit_code, follow, print_job, print_jobs, print_json
-from jobs.errors import UsageError
+from jobs.cli.show import exit_code, follow, print_errors, print_job, print_jobs, print_json
+from jobs.errors import EXIT_DONE, UsageError
+from jobs.follow import follow_results
 from jobs.layout import absolute_url
 from jobs.recover import is_lost
+
+_POLL_S = 0.5
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 To = Annotated[str | None, typer.Option("--output", "-o", help="A file to write to instead of standard output.")]
@@ -46,9 +51,23 @@ def watch(job: JobArgument, json: Json = False) -> None:
     raise typer.Exit(exit_code(view))
 
 
-def results(job: JobArgument, output: To = None, json: Json = False) -> None:
-    """Print the output file of a job that has ended, or copy it. With --json: where it is, not what it says."""
+def results(
+    job: JobArgument,
+    output: To = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print rows as they are finished, in order, until the job ends.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Print the output file of a job that has ended, or copy it. With --json: where it is, not what it says.
+
+    With --follow the rows are printed, one JSON line each, with or without --json; the exit code is the job's.
+    """
     client = open_client()
+    if follow:
+        if output is not None:
+            raise UsageError("--follow writes to standard output.", hint="Redirect it: > FILE.")
+        raise typer.Exit(_follow_rows(client, job))
     view = client.ledger.view(job)
     if view.state not in ("completed", "cancelled", "expired"):
         hint = f"`pagemill errors {job}` says why." if view.terminal else f"`pagemill watch {job}` waits for it."
@@ -68,6 +87,22 @@ def errors(job: JobArgument, output: To = None, json: Json = False) -> None:
                 typer.echo(error.model_dump_json(exclude_none=True))
         return
     _deliver(client, view.error_url, output, json)
+
+
+def _follow_rows(client: Client, job: str) -> int:
+    spec = client.ledger.spec(job)
+    try:
+        for lines in follow_results(spec, client.ledger, client.stores, lambda: time.sleep(_POLL_S)):
+            sys.stdout.buffer.write(lines)
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # Whoever reads has enough. Python would complain once more when it closes the stream at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    view = client.ledger.view(job)
+    if view.state == "failed":
+        print_errors(view)
+    return exit_code(view)
 
 
 def _deliver(client: Client, url: str, output: str | None, json: bool) -> None:
