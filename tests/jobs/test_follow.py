@@ -35,7 +35,7 @@ class Reader:
     """Follows a job in steps: `rows` is what came until the job had nothing more to give, or had ended."""
 
     def __init__(self, site: Site, spec: JobSpec) -> None:
-        self._waits = 0
+        self._waiting = False
         self._pieces = follow_results(spec, site.ledger, site.stores, self._wait)
         self._read: SimpleQueue[bytes | None] = SimpleQueue()
         self._go: SimpleQueue[None] = SimpleQueue()
@@ -52,10 +52,12 @@ class Reader:
         self._read.put(None)
 
     def rows(self) -> bytes:
+        if self._waiting:
+            self._go.put(None)
         found = []
         while (piece := self._read.get(timeout=20)) is not None:
             found.append(piece)
-        self._go.put(None)
+        self._waiting = True
         return b"".join(found)
 
     def ended(self) -> bool:

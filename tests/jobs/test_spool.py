@@ -60,17 +60,12 @@ def test_a_segment_is_put_under_the_attempt_s_own_keys(lease: Lease, stores: Sto
         for index, outcome in enumerate((ANSWER, REFUSAL, ANSWER)):
             spool.add(planned(lease, index), outcome)
         record = spool.put(lease, "an engine", "a worker")
+        assert spool.rows == 3
         assert spool.put(lease, "an engine", "a worker").finished_at == record.finished_at
     assert (record.worker, record.failures) == ("a worker", {"x": 1})
     assert record.started_at is not None
     assert record.finished_at is not None
     assert began <= record.started_at <= record.finished_at <= time.time()
-    with Spool(lease.spec, stores) as spool:
-        for index, outcome in enumerate((ANSWER, REFUSAL, ANSWER)):
-            spool.add(planned(lease, index), outcome)
-        record = spool.put(lease, "an engine")
-        assert spool.rows == 3
-        assert spool.put(lease, "an engine").output is not None
     assert (record.attempt, record.fence, record.ok, record.failed) == ("attempt", 7, 2, 1)
     assert (record.usage, record.engine) == (
         Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=2),
