@@ -86,10 +86,11 @@ class EngineCore:
         self._answers = AnswerWriter(tokenizer)
         self._encoder = PromptEncoder(tokenizer, info.vocab_size)
         self._pooling = pooling
-        self._eos_token_ids = eos_token_ids
+        # A tokenizer, or a list of its tokens, may name some that the model does not have.
+        self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < info.vocab_size)
         self._seed = seed
         self._adapters = adapters
-        self._grammars = GrammarQueue(GrammarCompiler(tokenizer, info.vocab_size, eos_token_ids))
+        self._grammars = GrammarQueue(GrammarCompiler(tokenizer, info.vocab_size, self._eos_token_ids))
         self._budget = TokenBudget(info.max_num_batched_tokens)
         self._unencoded: deque[NewRequest] = deque()
         self._undelivered: list[EngineOutput] = []
@@ -251,7 +252,8 @@ class EngineCore:
             return ()
         if self.tokenizer is None:
             raise RequestError("The model comes without a tokenizer, so it knows no words.", field="bad_words")
-        return encode_bad_words(self.tokenizer, params.bad_words)
+        words = encode_bad_words(self.tokenizer, params.bad_words)
+        return tuple(word for word in words if max(word) < self.info.vocab_size)
 
     def _check_adapter(self, name: str | None) -> None:
         if name is None:

@@ -54,13 +54,11 @@ class PromptEncoder:
             raise _invalid(
                 f"A prompt is a string, a list of token ids or a list of messages, not {type(prompt).__name__}."
             )
-        if not prompt:
-            raise _invalid("The prompt is empty.")
         for token_id in prompt:
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise _invalid(f"Token ids are integers, not {token_id!r}.")
-            if not 0 <= token_id < self._vocab_size:
-                raise _invalid(f"Token id {token_id} is outside the model's vocabulary of {self._vocab_size}.")
+        if error := unreadable(prompt, self._vocab_size):
+            raise error
         return list(prompt)
 
     def _render(self, messages: Sequence[Message]) -> str:
@@ -92,7 +90,7 @@ class PromptEncoder:
             if len(texts) == 1:
                 return [_invalid(f"The prompt is not valid Unicode text: {error}")]
             return [ids for text in texts for ids in self._tokenise([text], add_special_tokens=add_special_tokens)]
-        return [self._without_double_bos(ids) if ids else _invalid("The prompt is empty.") for ids in batch]
+        return [unreadable(ids, self._vocab_size) or self._without_double_bos(ids) for ids in batch]
 
     def _without_double_bos(self, ids: list[int]) -> list[int]:
         # Text that was rendered elsewhere often begins with the BOS that the tokenizer is about to add.
@@ -103,6 +101,16 @@ class PromptEncoder:
         if self._tokenizer is None:
             raise _invalid("The model comes without a tokenizer, so it takes token ids only.")
         return self._tokenizer
+
+
+def unreadable(token_ids: Sequence[int], vocab_size: int) -> RequestError | None:
+    """Why a model cannot read a prompt, if it cannot: a tokenizer may have tokens that were added without the model."""
+    if not token_ids:
+        return _invalid("The prompt is empty.")
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            return _invalid(f"Token id {token_id} is outside the model's vocabulary of {vocab_size}.")
+    return None
 
 
 def _is_messages(prompt: Any) -> TypeGuard[Sequence[Message]]:

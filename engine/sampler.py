@@ -89,8 +89,10 @@ def _sample_random(scores: Tensor, batch: SamplingBatch) -> Tensor:
     def on_device(values: list, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=scores.device)
 
-    # With the largest at 0, a temperature near 0 takes all others to -inf and none to NaN.
-    temperature = on_device(batch.temperature, torch.float32).clamp_(min=torch.finfo(torch.float32).tiny)
+    # With the largest at 0, a temperature near 0 takes all others to -inf, and none to NaN. An infinite one would take
+    # to NaN what is -inf.
+    limits = torch.finfo(torch.float32)
+    temperature = on_device(batch.temperature, torch.float32).clamp_(limits.tiny, limits.max)
     scores /= temperature[:, None]
     vocab_size = scores.shape[-1]
     if rows := [row for row, k in enumerate(batch.top_k) if 0 < k < vocab_size]:

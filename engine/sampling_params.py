@@ -135,9 +135,8 @@ class SamplingParams:
         if self.top_p == 0.0:
             raise _invalid("top_p", self.top_p, "above 0 (temperature=0 is the way to greedy)")
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, high=math.inf)
-        if self.repetition_penalty == 0.0:
-            raise _invalid("repetition_penalty", self.repetition_penalty, "above 0 (1 changes nothing)")
+        # Beyond, logits overflow.
+        _check_number("repetition_penalty", self.repetition_penalty, low=1e-3, high=1e3)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         if self.seed is not None:

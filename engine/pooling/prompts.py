@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from engine.errors import RequestError
-from engine.prompts import Prompt, PromptEncoder
+from engine.prompts import Prompt, PromptEncoder, unreadable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +36,7 @@ class PoolingPromptEncoder:
         self, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int, *, lowercase: bool = False
     ) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._lowercase = lowercase
         self._others = PromptEncoder(tokenizer, vocab_size)
 
@@ -94,7 +95,7 @@ class PoolingPromptEncoder:
         # A tokenizer gives types where its model is meant to be told them.
         types = batch.get("token_type_ids") or [() for _ in texts]
         rows = zip(batch["input_ids"], types, strict=True)
-        return [EncodedPrompt(ids, tuple(row)) if ids else _invalid("The prompt is empty.") for ids, row in rows]
+        return [unreadable(ids, self._vocab_size) or EncodedPrompt(ids, tuple(row)) for ids, row in rows]
 
     def _tokenizer_input(self, text: str | TextPair) -> str | tuple[str, str]:
         if isinstance(text, TextPair):

@@ -1,4 +1,4 @@
-"""What is not a number in one request's computation stays there: its neighbours, and those who come later, get theirs."""
+"""What is not a number in one request stays there: its neighbours, and those who come later, get their answers."""
 
 import pytest
 import torch

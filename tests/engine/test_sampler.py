@@ -186,6 +186,18 @@ def test_a_temperature_next_to_zero_is_greedy():
     assert list(sample(logits.clone(), sampling(4, temperature=[1e-45] * 4))) == logits.argmax(-1).tolist()
 
 
+def test_no_temperature_however_high_draws_what_is_ruled_out():
+    logits = torch.randn(64, 8)
+    drawn = sample(
+        logits, sampling(64, temperature=[1e39] * 64, edits=LogitEdits(None, Edit(*everywhere(64, [2, 5])), None, None))
+    )
+    assert set(drawn) == {2, 5}
+
+
+def everywhere(rows, token_ids):
+    return torch.arange(rows).repeat_interleave(len(token_ids)), torch.tensor(token_ids * rows)
+
+
 def test_top_p_beyond_the_candidates_sorts_the_whole_row():
     vocab = 3 * _TOP_P_CANDIDATES
     flat = torch.linspace(0, 0.001, vocab)

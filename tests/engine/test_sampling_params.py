@@ -47,6 +47,7 @@ from engine import RequestError, SamplingParams
         ("beam_width", 0),
         ("beam_width", 65),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e39),
         ("repetition_penalty", math.inf),
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
