@@ -1,0 +1,355 @@
+"""Outputs in each form: what we write, pyarrow, DuckDB and pandas read, and it is what was asked."""
+
+import hashlib
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import duckdb
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.json
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import joining
+from jobs.assemble import assemble
+from jobs.errors import RowError
+from jobs.layout import absolute_url
+from jobs.output import errors_beside, output_of
+from jobs.planner import PlannedRow, shard_rows
+from jobs.records import SegmentRecord, Usage
+from jobs.results import Choice, Completion, Embeddings, Outcome, TokenLogprob
+from jobs.sampling import Sampling
+from jobs.spec import JobSpec, OpenAIRows, RecordRows
+from jobs.spool import Spool
+from tests.jobs.site import Site, prompts
+from tests.jobs.specs import request as batch_line
+from tests.jobs.test_assemble import Crashed, crash, manifest
+
+FORMS = ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet", "jsonl/", "jsonl.gz/", "jsonl.zst/", "parquet/"]
+MIXED = [{"prompt": f"question {n}", "n": n} if n % 5 else {"text": f"none {n}", "n": n} for n in range(10)]
+
+
+def output_at(folder: Path | str, name: str) -> dict[str, Any]:
+    """The fields of a spec whose output has this name: a file, or a folder called like its format."""
+    url = f"{absolute_url(str(folder))}/{name}"
+    form = output_of(url, name.rstrip("/") if name.endswith("/") else None)  # type: ignore[arg-type]
+    return {"output": form, "output_url": url, "error_url": errors_beside(url)}
+
+
+def done(site: Site, data: list[Any] | bytes, answer: Any = None, **fields: Any) -> JobSpec:
+    """A job that has been run to its end."""
+    spec = site.submit(data, **fields)
+    site.control.plan(spec.id)
+    assert site.ledger.state(spec.id) == "in_progress"
+    work(site, spec, answer)
+    site.control.assemble(spec.id)
+    assert site.ledger.state(spec.id) == "completed"
+    return spec
+
+
+def work(site: Site, spec: JobSpec, answer: Any) -> None:
+    if answer is None:
+        site.work(spec)
+        return
+    while (lease := site.lease(spec)) is not None:
+        with Spool(lease.spec, site.stores) as spool:
+            for planned in shard_rows(lease.spec, site.stores, lease.shard):
+                spool.add(planned, planned.row if isinstance(planned.row, RowError) else answer(planned))
+            assert site.ledger.commit(lease, spool.put(lease, "")) == "ok"
+
+
+def path_of(spec: JobSpec) -> str:
+    return spec.output_url.removeprefix("file://")
+
+
+def files_of(spec: JobSpec) -> list[str]:
+    path = Path(path_of(spec))
+    return [str(path)] if path.is_file() else sorted(str(part) for part in path.glob("part-*"))
+
+
+def by_pyarrow(spec: JobSpec) -> list[dict[str, Any]]:
+    if spec.output.format == "parquet":
+        return pa.dataset.dataset(path_of(spec), format="parquet").to_table().to_pylist()
+    tables = [pa.json.read_json(pa.input_stream(file, compression="detect")) for file in files_of(spec)]
+    return pa.concat_tables(tables, promote_options="permissive").to_pylist()
+
+
+def by_duckdb(spec: JobSpec) -> list[dict[str, Any]]:
+    pattern = f"{path_of(spec)}part-*" if spec.output.folder else path_of(spec)
+    reader = "read_parquet" if spec.output.format == "parquet" else "read_json_auto"
+    found = duckdb.sql(f"select * from {reader}('{pattern}')")
+    return [dict(zip(found.columns, row, strict=True)) for row in found.fetchall()]
+
+
+def by_pandas(spec: JobSpec) -> list[dict[str, Any]]:
+    if spec.output.format == "parquet":
+        frame = pd.read_parquet(path_of(spec))
+    else:
+        frame = pd.concat([pd.read_json(file, lines=True) for file in files_of(spec)])
+    return [
+        {name: None if value is pd.NaT else value for name, value in row.items()} for row in frame.to_dict("records")
+    ]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("read", [by_pyarrow, by_duckdb, by_pandas])
+def test_each_form_of_output_is_read_by_others_as_what_was_written(
+    name: str, read: Any, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "PART_BYTES", 1500)
+    spec = done(site, MIXED, **output_at(tmp_path, name))
+    rows = read(spec)
+    assert [row["n"] for row in rows] == list(range(10))
+    assert [row["response"] for row in rows if row["n"] % 5] == [f"answer {n}" for n in range(10) if n % 5]
+    failed = [row for row in rows if row["n"] % 5 == 0]
+    assert [row["text"] for row in failed] == ["none 0", "none 5"]
+    assert [row["error"]["code"] for row in failed] == ["missing_required_parameter"] * 2
+    assert all(type(row["response"]) is not str for row in failed)
+    assert [row["usage"]["completion_tokens"] for row in rows if row["n"] % 5] == [2] * 8
+    assert [row["line"] for row in site.rows(spec.error_url)] == [1, 6]
+
+
+def table_of(site: Site, spec: JobSpec) -> pa.Table:
+    return pq.read_table(pa.BufferReader(site.stores.read(spec.output_url)))
+
+
+@pytest.fixture
+def parquet(tmp_path: Path) -> dict[str, Any]:
+    return output_at(tmp_path, "out.parquet")
+
+
+def test_a_column_that_is_null_in_the_first_shard_has_its_type_in_all(site: Site, parquet: dict[str, Any]) -> None:
+    data = [{"prompt": "x", "note": None if n < 9 else "at last", "never": None} for n in range(12)]
+    spec = done(site, data, **parquet)
+    table = table_of(site, spec)
+    assert (table.schema.field("note").type, table.schema.field("never").type) == (pa.string(), pa.string())
+    assert table.column("note").to_pylist() == [None] * 9 + ["at last"] * 3
+    for shard in range(3):
+        info, _ = site.ledger.records(spec.id)[shard].objects(spec.layout, shard)  # type: ignore[union-attr]
+        assert pq.read_schema(pa.BufferReader(site.stores.read(info.url))) == table.schema  # type: ignore[union-attr]
+
+
+def test_columns_are_typed_over_the_whole_input(site: Site, parquet: dict[str, Any]) -> None:
+    data: list[dict[str, Any]] = [{"prompt": "x"} for _ in range(8)]
+    data[0] |= {"a": 1, "b": {"x": [1]}, "c": [], "d": 1, "e": True, "f": {}, "g": 2**60}
+    data[7] |= {"a": 2.5, "b": {"y": "z"}, "c": [None], "d": "one", "e": False, "f": {}, "g": 0.5}
+    spec = done(site, data, **parquet)
+    schema = table_of(site, spec).schema
+    assert {name: str(schema.field(name).type) for name in "abcdefg"} == {
+        "a": "double",
+        "b": "struct<x: list<element: int64>, y: string>",
+        "c": "list<element: string>",
+        "d": "string",
+        "e": "bool",
+        "f": "string",
+        "g": "string",
+    }
+    first, *_, last = table_of(site, spec).to_pylist()
+    assert (first["a"], last["a"], first["b"], last["b"]) == (1.0, 2.5, {"x": [1], "y": None}, {"x": None, "y": "z"})
+    assert (first["d"], last["d"], first["f"], first["g"], last["g"]) == ("1", '"one"', "{}", str(2**60), "0.5")
+    assert (first["c"], last["c"]) == ([], [None])
+
+
+def test_the_columns_of_the_answer_are_typed_where_all_rows_failed(site: Site, parquet: dict[str, Any]) -> None:
+    spec = done(site, [{"text": "no prompt"}] * 6, **parquet)
+    table = table_of(site, spec)
+    assert {field.name: str(field.type) for field in table.schema} == {
+        "text": "string",
+        "response": "string",
+        "finish_reason": "string",
+        "usage": "struct<prompt_tokens: int64, completion_tokens: int64, total_tokens: int64, cached_tokens: int64>",
+        "error": "struct<code: string, message: string, param: string>",
+    }
+    assert table.column("response").null_count == table.column("usage").null_count == 6
+    assert len(site.rows(spec.error_url)) == 6
+    assert duckdb.sql(f"select count(*) from '{path_of(spec)}' where response is null").fetchall() == [(6,)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_job_without_failed_rows_has_no_error_file(name: str, site: Site, tmp_path: Path) -> None:
+    spec = done(site, prompts(5), **output_at(tmp_path, name))
+    view = site.ledger.view(spec.id)
+    assert (view.error_url, view.failed) == (None, 0)
+    assert not Path(spec.error_url.removeprefix("file://")).exists()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_output_without_rows_is_a_whole_file_all_the_same(name: str, site: Site, tmp_path: Path) -> None:
+    """As of a job that is cancelled before a shard is done."""
+    spec = site.submit(prompts(5), **output_at(tmp_path, name))
+    site.control.plan(spec.id)
+    site.ledger.cancel(spec.id)
+    site.control.assemble(spec.id)
+    (file,) = files_of(spec)
+    if spec.output.format == "parquet":
+        assert pq.read_table(file).column_names == ["prompt", "response", "finish_reason", "usage", "error"]
+        assert duckdb.sql(f"select * from '{file}'").fetchall() == []
+    else:
+        with pa.input_stream(file, compression="detect") as stream:
+            assert stream.read() == b""
+        assert (Path(file).stat().st_size > 0) == (spec.output.compression is not None)
+
+
+def test_a_record_that_is_no_object_is_a_row_of_nulls_with_its_error(site: Site, parquet: dict[str, Any]) -> None:
+    spec = done(site, b'{"prompt":"a","x":1}\n[1]\n{"prompt":"b","response":"mine","x":2}\n', **parquet)
+    rows = table_of(site, spec).to_pylist()
+    assert [(row["prompt"], row["x"], row["response"]) for row in rows] == [
+        ("a", 1, "answer 0"),
+        (None, None, None),
+        (None, None, None),
+    ]
+    assert [row["error"] and row["error"]["code"] for row in rows] == [None, "not_an_object", "column_collision"]
+
+
+def test_lone_surrogates_are_replaced_in_names_and_values(site: Site, parquet: dict[str, Any]) -> None:
+    spec = done(site, b'{"prompt":"a","\\ud800x":{"y":["\\uDC00!", "\\ud83d\\ude00"]}}\n', **parquet)
+    assert table_of(site, spec).column("\ufffdx").to_pylist() == [{"y": ["\ufffd!", "\U0001f600"]}]
+
+
+def test_several_answers_and_their_logprobs_are_lists(site: Site, parquet: dict[str, Any]) -> None:
+    token = TokenLogprob(1, "a", b"a", -0.5, 1, (TokenLogprob(2, "\ufffd", b"\xf0", -1.5, 2),))
+
+    def answer(planned: PlannedRow) -> Outcome:
+        return Completion((Choice("one", "stop", (token,)), Choice("two", "length", (token, token))), Usage())
+
+    data = [{"prompt": "x"}, {"prompt": None}, {"prompt": "y"}]
+    spec = done(site, data, answer, sampling=Sampling(n=2, logprobs=1), **parquet)
+    first, failed, _ = table_of(site, spec).to_pylist()
+    assert (first["response"], first["finish_reason"]) == (["one", "two"], ["stop", "length"])
+    shape = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    likely = {"token": "\ufffd", "logprob": -1.5, "bytes": [240]}
+    assert first["logprobs"] == [[shape | {"top_logprobs": [likely]}], [shape | {"top_logprobs": [likely]}] * 2]
+    assert (failed["response"], failed["logprobs"]) == (None, None)
+
+
+def test_vectors_are_lists_of_float32_bit_by_bit(site: Site, parquet: dict[str, Any]) -> None:
+    vector = pa.array([0.1, -3.4e38, 1e-45, float("nan")], pa.float32())
+
+    def answer(planned: PlannedRow) -> Outcome:
+        return Embeddings((vector.buffers()[1].to_pybytes()[:16],), Usage(prompt_tokens=3))
+
+    data = [{"prompt": "x"}, {"prompt": None}, {"prompt": "y"}]
+    spec = done(site, data, answer, rows=RecordRows(prompt_column="prompt", embed=True), **parquet)
+    column = table_of(site, spec).column("embedding").combine_chunks()
+    assert column.type == pa.list_(pa.float32())
+    assert column.is_null().to_pylist() == [False, True, False]
+    for row in (0, 2):
+        assert column[row].values.to_numpy().tobytes() == vector.to_numpy().tobytes()
+
+
+def test_openai_lines_are_rows_with_the_body_as_json_text(site: Site, parquet: dict[str, Any]) -> None:
+    data = [batch_line(custom_id="a"), batch_line({"messages": []}, custom_id="b")]
+    spec = done(site, data, rows=OpenAIRows(), **parquet)
+    good, bad = table_of(site, spec).to_pylist()
+    assert (good["custom_id"], good["response"]["status_code"], good["error"]) == ("a", 200, None)
+    assert json.loads(good["response"]["body"])["choices"][0]["message"]["content"] == "answer 0"
+    assert (bad["custom_id"], bad["response"]["status_code"]) == ("b", 400)
+    assert json.loads(bad["response"]["body"])["error"]["param"] == "body.messages"
+    assert [row["custom_id"] for row in site.rows(spec.error_url)] == ["b"]
+
+
+def test_more_columns_than_a_table_holds_fail_the_job_by_name(site: Site, parquet: dict[str, Any]) -> None:
+    data = [{"prompt": "x", **{f"c{n}_{m}": 1 for m in range(1001)}} for n in range(10)]
+    spec = site.submit(data, **parquet)
+    site.control.plan(spec.id)
+    view = site.ledger.view(spec.id)
+    assert (view.state, [error.code for error in view.errors]) == ("failed", ["too_many_columns"])
+
+
+def snapshot(site: Site, url: str) -> dict[str, bytes]:
+    return {info.url: site.stores.read(info.url) for info in site.stores.list(url)}
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl.gz", "out.jsonl.zst", "parquet/", "jsonl.gz/"])
+def test_an_assembly_that_is_repeated_writes_the_same_bytes(
+    any_site: Site, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = any_site.submit(MIXED * 2, **output_at(f"{any_site.settings.storage_url}/{uuid4().hex}", name))
+    any_site.control.plan(spec.id)
+    any_site.work(spec)
+    record = any_site.ledger.records(spec.id)[0]
+    assert isinstance(record, SegmentRecord)
+    assert record.output is not None
+    monkeypatch.setattr(joining, "PART_BYTES", record.output.size * 5 // 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(any_site.ledger, "finish", crash)
+        with pytest.raises(Crashed):
+            any_site.control.assemble(spec.id)
+    first = snapshot(any_site, spec.output_url)
+    assert len(manifest(any_site, spec).segments) == 5
+    assert len(first) == (len(["0 1", "2 3", "4", "manifest"]) if spec.output.folder else 1)
+    any_site.stores.delete(first)
+    any_site.control.assemble(spec.id)
+    assert any_site.ledger.state(spec.id) == "completed"
+    assert snapshot(any_site, spec.output_url) == first
+
+
+def test_two_assemblers_at_once_write_one_table(site: Site, parquet: dict[str, Any]) -> None:
+    spec = site.submit(MIXED, **parquet)
+    site.control.plan(spec.id)
+    site.work(spec)
+    together = threading.Barrier(2)
+
+    def keep_step() -> None:
+        with suppress(threading.BrokenBarrierError):
+            together.wait(5)
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(assemble, spec, site.ledger, site.stores, keep_step) for _ in range(2)]
+    assert [run.result() for run in runs] == [None, None]
+    assert site.ledger.state(spec.id) == "completed"
+    assert table_of(site, spec).column("n").to_pylist() == list(range(10))
+
+
+def test_the_manifest_of_a_folder_says_what_its_parts_are(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "PART_BYTES", 1)
+    spec = done(site, MIXED, **output_at(tmp_path, "parquet/"))
+    said = json.loads((tmp_path / "parquet" / "_manifest.json").read_bytes())
+    assert [part["name"] for part in said["parts"]] == [f"part-{n:05}.parquet" for n in range(3)]
+    for part in said["parts"]:
+        data = (tmp_path / "parquet" / part["name"]).read_bytes()
+        assert (part["bytes"], part["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+        assert part["rows"] == pq.read_metadata(pa.BufferReader(data)).num_rows
+    assert (said["rows"], said["ok"], said["failed"], said["usage"]["prompt_tokens"]) == (10, 8, 2, 24)
+    assert said["schema"][:2] == [{"name": "text", "type": "string"}, {"name": "n", "type": "int64"}]
+    assert manifest(site, spec).output.size == said["bytes"] == sum(part["bytes"] for part in said["parts"])
+    assert (manifest(site, spec).output.url, manifest(site, spec).output.lines) == (f"file://{tmp_path}/parquet/", 10)
+
+
+def test_small_segments_share_a_part_whose_digest_is_that_of_its_bytes(site: Site, tmp_path: Path) -> None:
+    done(site, MIXED, **output_at(tmp_path, "jsonl.gz/"))
+    (part,) = json.loads((tmp_path / "jsonl.gz" / "_manifest.json").read_bytes())["parts"]
+    data = (tmp_path / "jsonl.gz" / part["name"]).read_bytes()
+    assert (part["rows"], part["sha256"]) == (10, hashlib.sha256(data).hexdigest())
+
+
+def test_parts_of_a_stopped_assembly_that_are_not_part_of_the_result_are_taken_away(site: Site, tmp_path: Path) -> None:
+    """It had found smaller segments than were there in the end."""
+    spec = site.submit(MIXED, **output_at(tmp_path, "parquet/"))
+    site.control.plan(spec.id)
+    site.work(spec)
+    site.stores.put(f"{spec.output_url}part-00007.parquet", b"old")
+    site.control.assemble(spec.id)
+    assert [Path(file).name for file in files_of(spec)] == ["part-00000.parquet"]
+
+
+def test_a_dead_shard_of_a_table_is_rows_with_errors(site: Site, parquet: dict[str, Any]) -> None:
+    spec = site.submit(prompts(6), max_tries=1, **parquet)
+    site.control.plan(spec.id)
+    lease = site.lease(spec)
+    assert lease is not None
+    assert site.ledger.release(lease, "the worker ran out of memory")
+    site.work(spec)
+    site.control.assemble(spec.id)
+    rows = table_of(site, spec).to_pylist()
+    assert [row["prompt"] for row in rows] == [f"question {n}" for n in range(6)]
+    assert [row["error"] and row["error"]["code"] for row in rows] == ["engine_error"] * 4 + [None] * 2
