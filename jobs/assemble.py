@@ -18,6 +18,7 @@ from jobs.ledger import Ending, Ledger
 from jobs.planner import Plan, PlannedRow, Shard, load_plan, raw_lines, shard_rows
 from jobs.records import DeadShard, Manifest, ManifestSegment, ResultFile, SegmentRecord, Usage
 from jobs.results import error_line
+from jobs.retry import KeptAnswers
 from jobs.rows import Row
 from jobs.spec import JobSpec
 from jobs.spool import Spool
@@ -96,9 +97,13 @@ def _vanished(
 
 
 def _dead_segment(spec: JobSpec, stores: Stores, shard: Shard, record: DeadShard) -> SegmentRecord:
-    """The segment of a shard that no worker survived or finished: an error for each of its rows."""
+    """The segment of a shard that no worker survived or finished: an error for each row that no parent answered."""
+    kept = KeptAnswers(stores).of(spec, shard)
     with Spool(spec, stores) as spool:
         for planned in shard_rows(spec, stores, shard):
+            if (answer := kept.get(planned.index)) is not None:
+                spool.keep(answer.line, answer.usage)
+                continue
             error = planned.row if isinstance(planned.row, RowError) else _never_finished(planned.row, record)
             spool.add(planned, error)
         return spool.put_parts(shard.index, 0, _DEAD_ATTEMPT)
@@ -112,6 +117,7 @@ def _never_finished(row: Row, shard: DeadShard) -> RowError:
         line=row.line,
         byte=row.offset,
         custom_id=row.custom_id,
+        file=row.file,
     )
 
 
@@ -191,6 +197,7 @@ def _never_run_line(spec: JobSpec, planned: PlannedRow, ending: Ending) -> bytes
         line=planned.line.number,
         byte=planned.line.offset,
         custom_id=planned.row.custom_id,
+        file=planned.row.file,
     )
     return error_line(spec, planned.index, planned.line, planned.row if isinstance(planned.row, Row) else None, error)
 

@@ -59,8 +59,8 @@ def retry_spec(parent: JobSpec, view: JobView, output_url: str | None, terms: Te
     output_url = output_url or layout.output(parent.output.suffix)
     error_url = errors_beside(output_url)
     theirs = {parent.output_url, parent.error_url, *(file.url for file in parent.input.files)}
-    if taken := theirs & {output_url, error_url}:
-        raise UsageError(f"{taken.pop()} belongs to job {view.id}.", hint="Give the output another name.")
+    if taken := [url for url in (output_url, error_url) if url in theirs]:
+        raise UsageError(f"{taken[0]} belongs to job {view.id}.", hint="Give the output another name.")
     stores.check_writable(output_url)
     return parent.model_copy(
         update={

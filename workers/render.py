@@ -114,4 +114,12 @@ def _logprob(token: EngineLogprob) -> TokenLogprob:
 
 
 def row_error(row: Row, code: str, message: str, param: str | None = None) -> RowError:
-    return RowError(code=code, message=message, param=param, line=row.line, byte=row.offset, custom_id=row.custom_id)
+    return RowError(
+        code=code,
+        message=message,
+        param=param,
+        line=row.line,
+        byte=row.offset,
+        custom_id=row.custom_id,
+        file=row.file,
+    )

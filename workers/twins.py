@@ -73,4 +73,4 @@ def _as_of(row: Row | RowError, outcome: Outcome) -> Outcome:
     if not isinstance(outcome, RowError):
         return outcome
     offset = row.offset if isinstance(row, Row) else row.byte
-    return outcome.model_copy(update={"line": row.line, "byte": offset, "custom_id": row.custom_id})
+    return outcome.model_copy(update={"line": row.line, "byte": offset, "custom_id": row.custom_id, "file": row.file})
