@@ -85,10 +85,10 @@ class PromptEncoder:
             return [error for _ in texts]
         try:
             batch = tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False)["input_ids"]
-        except (TypeError, UnicodeError) as error:
+        except (TypeError, UnicodeError):
             # Text with lone surrogates is no Unicode and fails the whole batch. Find the guilty.
             if len(texts) == 1:
-                return [_invalid(f"The prompt is not valid Unicode text: {error}")]
+                return [_invalid("The prompt is not valid Unicode text: it has a lone surrogate.")]
             return [ids for text in texts for ids in self._tokenise([text], add_special_tokens=add_special_tokens)]
         return [unreadable(ids, self._vocab_size) or self._without_double_bos(ids) for ids in batch]
 

@@ -87,10 +87,10 @@ class PoolingPromptEncoder:
                 max_length=limit,
                 return_attention_mask=False,
             )
-        except (TypeError, UnicodeError) as error:
+        except (TypeError, UnicodeError):
             # Text with lone surrogates is no Unicode and fails the whole batch. Find the guilty.
             if len(texts) == 1:
-                return [_invalid(f"The prompt is not valid Unicode text: {error}")]
+                return [_invalid("The prompt is not valid Unicode text: it has a lone surrogate.")]
             return [encoded for text in texts for encoded in self._tokenise([text], limit)]
         # A tokenizer gives types where its model is meant to be told them.
         types = batch.get("token_type_ids") or [() for _ in texts]
