@@ -16,6 +16,7 @@ from jobs.cli.inspect import errors, list_jobs, results, status, watch
 from jobs.cli.recover import recover
 from jobs.cli.report import report
 from jobs.cli.run import run
+from jobs.cli.run_batch import FOREIGN_FLAGS, run_batch
 from jobs.cli.services import up
 from jobs.cli.steer import cancel, pause, resume, retry
 from jobs.cli.submit import submit
@@ -31,6 +32,7 @@ _BadCommandLine = cast(type[Exception], typer.BadParameter.__bases__[0])
 _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Jobs": {
         "run": run,
+        "run-batch": run_batch,
         "submit": submit,
         "status": status,
         "list": list_jobs,
@@ -46,6 +48,8 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Services": {"up": up},
     "Operations": {"doctor": doctor, "recover": recover, "gc": gc},
 }
+
+_CONTEXTS = {"run-batch": FOREIGN_FLAGS}
 
 
 def _version(asked: bool) -> None:
@@ -75,7 +79,7 @@ def _make_app() -> typer.Typer:
 
     for panel, commands in _GROUPS.items():
         for name, command in commands.items():
-            app.command(name, rich_help_panel=panel)(command)
+            app.command(name, rich_help_panel=panel, context_settings=_CONTEXTS.get(name))(command)
     # Commands that run models come from the workers' room by entry point: this room does not import it.
     for plugin in entry_points(group="pagemill.commands"):
         app.command(plugin.name, rich_help_panel="Services")(plugin.load())

@@ -1,16 +1,12 @@
-"""Lengths of time on the command line: `90s`, `30m`, `24h`, `7d`; a bare number is seconds."""
+"""Lengths of time on the command line: `90s`, `30m`, `24h`, `7d`, `1d12h`."""
 
 import re
 
-from jobs.errors import UsageError
-
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_DURATION = re.compile(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?")
 
 
-def seconds(text: str, option: str) -> float:
-    """The length of time that an option was given. Raises UsageError naming the option."""
-    found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise UsageError(f"{option}: {text!r} is no length of time.", hint="Write 90s, 30m, 24h or 7d.")
-    return float(found[1]) * _SECONDS[found[2]]
+def seconds(text: str) -> int | None:
+    """The length of time that a text means; None for one that means none."""
+    found = _DURATION.fullmatch(text) if text else None
+    return found and sum(int(part[:-1]) * _SECONDS[part[-1]] for part in found.groups() if part)

@@ -13,6 +13,7 @@ from jobs.cli.client import open_client
 from jobs.cli.durations import seconds
 from jobs.cli.options import Json
 from jobs.cli.show import print_json, stderr, stdout
+from jobs.errors import UsageError
 from jobs.gc import Collector, Garbage
 
 _KINDS = {
@@ -39,8 +40,8 @@ def gc(
     Results that were written elsewhere than below the storage URL are never touched.
     """
     now = time.time()
-    before = now - seconds(older_than, "--older-than")
-    jobs_before = None if jobs_older_than is None else now - seconds(jobs_older_than, "--jobs-older-than")
+    before = now - _length(older_than, "--older-than")
+    jobs_before = None if jobs_older_than is None else now - _length(jobs_older_than, "--jobs-older-than")
     client = open_client()
     collector = Collector(
         client.settings.storage_url,
@@ -65,6 +66,12 @@ def gc(
     _print(listed, count, size, dry_run)
     if collector.unlisted:
         stderr.print(f"[yellow]unfinished uploads were not looked at:[/] {escape(collector.unlisted)}")
+
+
+def _length(text: str, option: str) -> int:
+    if (length := seconds(text)) is None:
+        raise UsageError(f"{option}: {text!r} is no length of time.", hint="Write 90s, 30m, 24h or 7d.")
+    return length
 
 
 def _print(listed: list[Garbage], count: Counter[str], size: Counter[str], dry_run: bool) -> None:

@@ -305,6 +305,15 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU's memory to use.", rich_help_panel=_ENGINE)
     ] = None
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=_ENGINE)] = None
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Compute what prompts begin with alike once. Default: yes.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
     max_loras: Annotated[
         int | None, typer.Option(help="Most LoRA adapters in memory; 0 serves none.", rich_help_panel=_ENGINE)
     ] = None
@@ -319,14 +328,16 @@ class EngineOptions:
     @property
     def given(self) -> dict[str, Any]:
         """The options that were set, by the engine's own names."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def argv(self) -> list[str]:
         """The same for the command line of a worker."""
-        flags = ((f"--{name.replace('_', '-')}", value) for name, value in self.given.items())
-        return [item for flag, value in flags for item in ((flag,) if value is True else (flag, str(value)))]
+        argv: list[str] = []
+        for name, value in self.given.items():
+            argv += [flag(f"no_{name}" if value is False else name), *([] if isinstance(value, bool) else [str(value)])]
+        return argv
 
 
 def flag(name: str) -> str:

@@ -48,20 +48,35 @@ def run(
     json: Json = False,
 ) -> None:
     """Run one job here and now: a private Valkey, one worker, a progress bar; cleaned up at the end."""
-    folder = _state_folder(output)
+    folder = state_folder(output)
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     config = settings().model_copy(update={"state_dir": folder, "redis_url": "", "storage": ""})
     spec = _spec(source, output, output_format, model, job, row_terms, config)
+    view, client = run_here(spec, config, engine, quiet=json)
+    if view.state in ("completed", "failed"):
+        shutil.rmtree(folder)
+    _report(view, client, show, json)
+    raise typer.Exit(exit_code(view))
+
+
+def run_here(spec: JobSpec, config: Settings, engine: EngineOptions, *, quiet: bool) -> tuple[JobView, Client]:
+    """Run a job to its end with services of its own in `config.state_dir`, which is left as it is then.
+
+    Of a run that could not start, nothing is left.
+    """
+    folder = config.state_dir
     signal.signal(signal.SIGTERM, _interrupt)
     with Supervisor(folder / "log", grace=config.stop_grace) as supervisor:
         supervisor.start(valkey_child(config))
         client = open_client(config)
         enter(spec, client.ledger, client.stores, client.tokens)
-        for child in children(config, model, engine):
+        for child in children(config, spec.model, engine):
             supervisor.start(child)
         try:
-            view = follow(spec.id, client.ledger, quiet=json, own_worker=True, check=lambda: _raise_failure(supervisor))
+            view = follow(
+                spec.id, client.ledger, quiet=quiet, own_worker=True, check=lambda: _raise_failure(supervisor)
+            )
         except KeyboardInterrupt:
             stderr.print(f"Stopped. The same command takes the run up again; {folder} has what is done.")
             raise
@@ -72,13 +87,10 @@ def run(
             if nothing_done:
                 shutil.rmtree(folder)
             raise
-    if view.state in ("completed", "failed"):
-        shutil.rmtree(folder)
-    _report(view, client, show, json)
-    raise typer.Exit(exit_code(view))
+    return view, client
 
 
-def _state_folder(output: str) -> Path:
+def state_folder(output: str) -> Path:
     """Beside a local output; in the working folder for one in a bucket."""
     local = (
         Path(output.removeprefix("file://")) if "s3://" not in output else Path(output.rstrip("/").rsplit("/", 1)[-1])
@@ -115,6 +127,12 @@ def _spec(
         lora=job.lora,
         terms=row_terms.terms,
     )
+    return taken_up(spec, config)
+
+
+def taken_up(spec: JobSpec, config: Settings) -> JobSpec:
+    """The stopped run in the state folder, if it is one of the same job; else this one, which is now the run there."""
+    path = config.state_dir / _SPEC
     if path.exists():
         stopped = JobSpec.model_validate_json(path.read_bytes())
         if stopped.fingerprint == spec.fingerprint:

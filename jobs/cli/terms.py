@@ -1,6 +1,5 @@
 """How a job runs beside others, as options of a command."""
 
-import re
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -9,12 +8,11 @@ from typing import Annotated
 import typer
 from pydantic import ValidationError
 
+from jobs.cli.durations import seconds
 from jobs.errors import UsageError
 from jobs.spec import DEFAULT_TENANT, Dedupe, Terms
 
 _QUEUE, _ROWS = "Beside other jobs", "Rows"
-_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_DURATION = re.compile(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?")
 
 Expires = Annotated[
     str | None,
@@ -85,9 +83,8 @@ def deadline(text: str, now: float) -> int:
 
     Raises UsageError for what is neither, and for a time that is not to come.
     """
-    if text and (found := _DURATION.fullmatch(text)):
-        seconds = sum(int(part[:-1]) * _SECONDS[part[-1]] for part in found.groups() if part)
-        at = now + seconds
+    if (length := seconds(text)) is not None:
+        at = now + length
     else:
         try:
             at = datetime.fromisoformat(text).timestamp()
