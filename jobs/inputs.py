@@ -10,10 +10,16 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
+
+import pyarrow as pa
 
 from jobs.errors import ObjectNotFound, UsageError
 from jobs.formats.names import compression_of, compression_of_bytes, compression_suffix, format_of
+from jobs.formats.parquet import ParquetFacts, ParquetReader, RangedFile, common_schema
+from jobs.formats.where import parse_where, top_column
 from jobs.layout import JobLayout, absolute_url
+from jobs.parquet_rows import columns_read, dump_schema
 from jobs.spec import Format, Input, InputFile
 from jobs.storage import Stores
 from jobs.storage.file import path_of
@@ -24,6 +30,7 @@ MAX_FILES = 10_000
 
 _HEADS_AT_ONCE = 16
 _PIECE = 1 << 20
+_SHOWN_NAMES = 20
 _SPECIAL = re.compile(r"[*?[]")
 
 
@@ -35,6 +42,8 @@ class InputOptions:
     limit: int | None = None
     sample: int | None = None
     sample_seed: int = 0
+    where: str | None = None
+    columns: tuple[str, ...] | None = None
 
 
 def find_files(sources: Sequence[str], stores: Stores) -> list[str]:
@@ -70,11 +79,68 @@ def place_files(urls: Sequence[str], options: InputOptions, layout: JobLayout, s
     else:
         kind = options.format or _common_format(urls)
         with ThreadPoolExecutor(_HEADS_AT_ONCE) as pool:
-            files = list(pool.map(lambda item: _placed(*item, kind, layout, stores), enumerate(urls)))
+            files = list(pool.map(lambda place, url: _placed(place, url, kind, layout, stores), count(), urls))
     _check_sizes(files)
-    return Input(
-        files=tuple(files), format=kind, limit=options.limit, sample=options.sample, sample_seed=options.sample_seed
+    given = Input(
+        files=tuple(files),
+        format=kind,
+        limit=options.limit,
+        sample=options.sample,
+        sample_seed=options.sample_seed,
+        where=options.where,
+        columns=options.columns,
     )
+    if kind == "parquet":
+        return _with_schema(given, stores)
+    if options.where is not None or options.columns is not None:
+        raise UsageError(f"--where and --select are for Parquet, and the input is {kind}.")
+    return given
+
+
+def _with_schema(given: Input, stores: Stores) -> Input:
+    """The input with what its files say of themselves. Raises UsageError where that is not what is asked for."""
+    compressed = next((file for file in given.files if file.compression), None)
+    if compressed is not None:
+        raise UsageError(
+            f"{compressed.label} is Parquet in an archive, which cannot be read in parts.", hint="Decompress it."
+        )
+
+    def facts_of(file: InputFile, columns: Sequence[str] | None = None) -> ParquetFacts:
+        ranged = RangedFile(stores, file.url, file.size, file.etag, file.label)
+        return ParquetReader(ranged, file.label, columns).facts()
+
+    with ThreadPoolExecutor(_HEADS_AT_ONCE) as pool:
+        facts = list(pool.map(facts_of, given.files))
+        schema = common_schema([(file.label, fact.schema) for file, fact in zip(given.files, facts, strict=True)])
+        _check_columns(given, schema)
+        columns = columns_read(given, schema)
+        large = any(pool.map(lambda file: facts_of(file, columns).has_large_groups, given.files))
+    return given.model_copy(
+        update={
+            "files": tuple(
+                file.model_copy(update={"rows": fact.rows}) for file, fact in zip(given.files, facts, strict=True)
+            ),
+            "arrow_schema": dump_schema(schema),
+            "regroup": large,
+        }
+    )
+
+
+def _check_columns(given: Input, schema: pa.Schema) -> None:
+    where = parse_where(given.where) if given.where is not None else None
+    asked = [("--select", name) for name in given.columns or ()]
+    asked += [("--where", top_column(schema, name)) for name in (where.columns if where else ())]
+    for flag, name in asked:
+        require_column(flag, name, schema.names)
+    if where is not None:
+        where.check(schema)
+
+
+def require_column(flag: str, name: str, names: Sequence[str]) -> None:
+    """Raises UsageError where none of the columns has this name."""
+    if name not in names:
+        known = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+        raise UsageError(f"{flag}: the input has no column '{name}'.", hint=f"It has: {known}.")
 
 
 def _files_of(source: str, stores: Stores) -> list[str]:

@@ -19,16 +19,17 @@ import pyarrow as pa
 from jobs.duplicates import IdDigests, Repeats
 from jobs.errors import InputChanged, PagemillError, RowError
 from jobs.formats.jsonl import Line
+from jobs.lines import read_lines
 from jobs.pooling import Pooling
 from jobs.row_fields import shown
 from jobs.rows import Row, parse_row
 from jobs.settings import Settings
 from jobs.shards import Plan, RowErrors, Shard, dump_plan, dump_shard, load_plan, load_shard
-from jobs.source import Source, read_lines, source_of
+from jobs.source import Source, source_of
 from jobs.spec import JobSpec
 from jobs.staging import prepare_source
 from jobs.storage import Store
-from jobs.table import SchemaFinder
+from jobs.table import schema_finder
 
 __all__ = [
     "Plan",
@@ -84,7 +85,7 @@ def plan(
     cutter = _Cutter(spec, source, limits)
     digests = IdDigests()
     errors = RowErrors()
-    finder = SchemaFinder(spec) if spec.output.format == "parquet" else None
+    finder = schema_finder(spec)
     everything = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, size))
     for planned in islice(everything, spec.input.limit):
         if finder is not None:

@@ -121,7 +121,7 @@ def object_of(data: bytes) -> dict[str, Any] | None:
 def _read(record: dict[str, Any], spec: JobSpec) -> Request:
     match spec.rows:
         case OpenAIRows():
-            return read_request(record, spec)
+            return read_request(_without_nulls(record) if spec.input.format == "parquet" else record, spec)
         case RecordRows() as shape:
             return _read_record(record, shape, spec)
 
@@ -167,8 +167,9 @@ def _messages(record: dict[str, Any], shape: RecordRows, spec: JobSpec) -> tuple
         return read_messages(render_json(shape.messages_template, name, record), name)
     column = shape.messages_column or ""
     value = _column(record, column)
-    # What a cell of a table can only hold as text.
-    return read_messages(_parsed(value) if spec.input.format != "jsonl" else value, column)
+    if spec.input.format != "jsonl":
+        value = _without_nulls(_parsed(value))
+    return read_messages(value, column)
 
 
 def _parsed_cells(record: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +183,13 @@ def _parsed(value: Any) -> Any:
         return from_json(value, allow_inf_nan=False) if type(value) is str else value
     except ValueError:
         return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a table, whose structs all have all fields, as JSON would have it: without those that are not set."""
+    if type(value) is dict:
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if type(value) is list else value
 
 
 def _column(record: dict[str, Any], name: str) -> Any:

@@ -79,22 +79,25 @@ def source_of(spec: JobSpec, stores: Store) -> Source:
 
 def direct(given: Input) -> Source:
     """The files of the input themselves."""
-    return Source(extents=tuple(Extent(file.url, file.etag, 0, file.size) for file in given.files))
+    return Source(
+        extents=tuple(
+            Extent(file.url, file.etag, 0, file.size if file.rows is None else file.rows) for file in given.files
+        )
+    )
 
 
-def read_lines(
+def read_text_lines(
     spec: JobSpec,
     stores: Store,
     source: Source,
     start: int,
     end: int,
     first_line: int,
-    on_read: Callable[[int], None] = lambda positions: None,
+    on_read: Callable[[int], None],
 ) -> Iterator[Line]:
     """The lines at the positions [start, end) that are asked for; at `start` is number `first_line` of its file.
 
-    `on_read` hears how many positions were read, every few megabytes. Raises InputChanged where a file is not the
-    version that the job was submitted with.
+    `on_read` hears how many positions were read, every few megabytes. Raises InputChanged.
     """
     for piece in source.pieces(start, end):
         extent = source.extents[piece.file]

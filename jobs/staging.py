@@ -1,23 +1,34 @@
 """What a planner does before it plans, where shards cannot be parts of the input's files as they are.
 
-Files that are compressed, or CSV, are written once as JSON lines to the job's own storage; of a sample, the key is
-found that parts its rows from the others. In order: the copy is written under a name of its own, then `source.json`
-says where it is, if no other planner said so first. A stop between the two leaves an object that nobody refers to.
+Files that are compressed, or CSV, are written once as JSON lines to the job's own storage, and Parquet with large row
+groups as Parquet with small ones; of a sample, the key is found that parts its rows from the others. In order: the copy
+is written under a name of its own, then `source.json` says where it is, if no other planner said so first. A stop
+between the two leaves an object that nobody refers to.
 """
 
 import heapq
+import io
 import math
 import secrets
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from jobs.errors import ObjectNotFound, PreconditionFailed
 from jobs.formats.compressed import decompressed
 from jobs.formats.csv_rows import csv_to_jsonl
-from jobs.source import Extent, Piece, Source, direct, pinned_chunks, read_lines, sample_key, source_of
+from jobs.formats.parquet import aligned
+from jobs.lines import read_lines
+from jobs.parquet_rows import columns_read, load_schema, open_parquet
+from jobs.source import Extent, Piece, Source, direct, pinned_chunks, sample_key, source_of
 from jobs.spec import InputFile, JobSpec
-from jobs.storage import Store
+from jobs.storage import ObjectWriter, Store
 
 _WRITE = 1 << 20
+_GROUP_BYTES = 8 << 20
+_GROUP_ROWS = 10_000
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -32,7 +43,11 @@ def prepare_source(spec: JobSpec, stores: Store, on_progress: Callable[[int], No
         return source_of(spec, stores)
     except ObjectNotFound:
         pass
-    source = _copied(spec, stores, on_progress)
+    source = direct(spec.input)
+    if spec.input.regroup:
+        source = _regrouped(spec, stores, source, on_progress)
+    elif spec.input.needs_copy:
+        source = _as_json_lines(spec, stores, source, on_progress)
     if spec.input.sample is not None:
         source = source.model_copy(update={"keep": _highest_kept(spec, stores, source, spec.input.sample, on_progress)})
     try:
@@ -43,11 +58,72 @@ def prepare_source(spec: JobSpec, stores: Store, on_progress: Callable[[int], No
     return source
 
 
-def _copied(spec: JobSpec, stores: Store, on_progress: Callable[[int], None]) -> Source:
+def _regrouped(spec: JobSpec, stores: Store, source: Source, on_progress: Callable[[int], None]) -> Source:
+    """The source, with the columns that are read of all files in one, in row groups of a few megabytes."""
+    given = spec.input
+    schema = load_schema(given.arrow_schema or "")
+    schema = pa.schema([schema.field(name) for name in columns_read(given, schema)])
+    limit = given.limit if given.limit is not None and given.where is None else source.end
+    with stores.writer(spec.layout.copy_of_input(secrets.token_hex(16), ".parquet")) as sink:
+        with pq.ParquetWriter(pa.PythonFile(_Sink(sink), mode="w"), schema, compression="zstd") as writer:
+            for group in _groups(_all_batches(spec, stores, source, limit, schema)):
+                writer.write_table(group)
+                on_progress(0)
+    copy = sink.info
+    return Source(
+        extents=tuple(
+            Extent(copy.url, copy.etag, start, min(extent.size, max(limit - start, 0)))
+            for start, extent in zip(source.starts, source.extents, strict=False)
+        )
+    )
+
+
+def _all_batches(
+    spec: JobSpec, stores: Store, source: Source, limit: int, schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    for piece in source.pieces(0, limit):
+        for _, batch in open_parquet(spec, stores, source, piece.file).batches(piece.start, piece.end):
+            yield aligned(batch, schema)
+
+
+def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """The batches in groups of a few megabytes."""
+    held: list[pa.RecordBatch] = []
+    size = rows = 0
+    for batch in batches:
+        held.append(batch)
+        size += batch.nbytes
+        rows += batch.num_rows
+        if size >= _GROUP_BYTES or rows >= _GROUP_ROWS:
+            yield pa.Table.from_batches(held)
+            held, size, rows = [], 0, 0
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+class _Sink(io.RawIOBase):
+    """An object's writer as the file that Arrow writes to."""
+
+    def __init__(self, writer: ObjectWriter) -> None:
+        super().__init__()
+        self._writer = writer
+        self._size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        self._writer.write(bytes(data))
+        self._size += len(data)
+        return len(data)
+
+
+def _as_json_lines(spec: JobSpec, stores: Store, source: Source, on_progress: Callable[[int], None]) -> Source:
     """The source, with all files in it that have to be copied in one object."""
-    originals = direct(spec.input).extents
-    if not any(_needs_copy(spec, file) for file in spec.input.files):
-        return Source(extents=originals)
+    originals = source.extents
     limit = spec.input.limit or math.inf
     spans: list[tuple[int, int]] = []
     end = rows = 0

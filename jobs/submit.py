@@ -13,10 +13,11 @@ from pydantic import ValidationError
 
 from jobs.broker import PLAN, Tokens
 from jobs.errors import IdempotencyConflict, ObjectNotFound, PreconditionFailed, UsageError
-from jobs.inputs import InputOptions, find_files, place_files
+from jobs.inputs import InputOptions, find_files, place_files, require_column
 from jobs.layout import JobLayout, absolute_url
 from jobs.ledger import Ledger
 from jobs.output import Output, OutputFormat, errors_beside, output_of
+from jobs.parquet_rows import columns_passed_on
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 from jobs.settings import Settings
@@ -82,7 +83,7 @@ def prepare(
             storage_url=settings.storage_url,
             model=model,
             model_aliases=model_aliases,
-            input=place_files(files, input_options, layout, stores),
+            input=_placed(files, input_options, rows, layout, stores),
             output=form,
             output_url=output_url,
             error_url=errors_beside(output_url),
@@ -97,6 +98,18 @@ def prepare(
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _placed(
+    files: Sequence[str], options: InputOptions, rows: OpenAIRows | RecordRows, layout: JobLayout, stores: Stores
+) -> Input:
+    given = place_files(files, options, layout, stores)
+    if given.format == "parquet" and isinstance(rows, RecordRows):
+        names = columns_passed_on(given).names
+        for flag, column in (("--prompt-column", rows.prompt_column), ("--messages-column", rows.messages_column)):
+            if column is not None:
+                require_column(flag, column, names)
+    return given
 
 
 def enter(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens) -> JobSpec:

@@ -121,6 +121,13 @@ class JobOptions:
     sample_seed: Annotated[
         int | None, typer.Option(help="Another draw for another number. Default: 0.", rich_help_panel=_INPUT)
     ] = None
+    select: Annotated[
+        str | None, typer.Option(help="Only these columns of Parquet: a,b,c.", rich_help_panel=_INPUT)
+    ] = None
+    where: Annotated[
+        str | None,
+        typer.Option(help="Only rows of Parquet like this: \"lang = 'en' and n > 5\".", rich_help_panel=_INPUT),
+    ] = None
     max_line_bytes: Annotated[
         int, typer.Option(min=1024, help="A row of more bytes is refused.", rich_help_panel=_INPUT)
     ] = MAX_LINE_BYTES
@@ -235,7 +242,14 @@ class JobOptions:
         for name in ("limit", "sample"):
             if (count := getattr(self, name)) is not None and count < 1:
                 raise UsageError(f"{flag(name)}: {count} rows are none.", hint="Give 1 or more.")
-        return InputOptions(self.input_format, self.limit, self.sample, self.sample_seed or 0)
+        return InputOptions(
+            format=self.input_format,
+            limit=self.limit,
+            sample=self.sample,
+            sample_seed=self.sample_seed or 0,
+            where=self.where,
+            columns=None if self.select is None else tuple(name.strip() for name in self.select.split(",")),
+        )
 
     @property
     def embedding(self) -> Pooling:

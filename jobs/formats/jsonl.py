@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _ASCII = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
@@ -19,7 +21,7 @@ class Line(NamedTuple):
 
     `data` is the line without its end (LF or CR LF) and without a byte order mark, or None where the line is longer
     than the limit. `file` is the file's place among those of the input. There is no offset where the file is no text
-    of JSON lines itself.
+    of JSON lines itself. A row of a table is row `place` of `batch`, which has its columns with their types.
     """
 
     number: int
@@ -27,6 +29,8 @@ class Line(NamedTuple):
     end: int
     data: bytes | None
     file: int = 0
+    batch: pa.RecordBatch | None = None
+    place: int = 0
 
 
 def iter_lines(

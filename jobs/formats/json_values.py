@@ -1,0 +1,141 @@
+"""Arrow values as JSON, each type in one way.
+
+null, booleans, integers, strings   themselves; dictionary-encoded values are the values
+floating point                      numbers; NaN and infinities, which JSON does not have, are null
+decimals                            strings with all digits: "1.50"
+timestamps                          ISO 8601 with the digits of their unit; with a zone in UTC: "2024-05-01T10:00:00Z"
+dates, times                        ISO 8601
+durations                           integers of their unit
+month-day-nano intervals            [months, days, nanoseconds]
+binary                              base64
+lists, structs                      arrays, objects
+maps                                arrays of {"key": ..., "value": ...}
+extension types                     as what they are stored as
+"""
+
+import math
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.types as kinds
+
+from jobs.formats.jsonl import dumps
+
+_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+Writer = Callable[[Any], Any]
+
+
+def json_rows(batch: pa.RecordBatch) -> Iterator[bytes]:
+    """Each row as the line of an object; where a row has a value that cannot be written, of a code and a message."""
+    columns = [_Column(batch.column(place), name) for place, name in enumerate(batch.schema.names)]
+    for row in range(batch.num_rows):
+        try:
+            yield dumps({column.name: column.value(row) for column in columns})
+        except _Unwritable as error:
+            yield dumps(["invalid_value", str(error)])
+
+
+class _Unwritable(Exception):
+    """A value of a column that JSON cannot hold."""
+
+
+class _Column:
+    """The values of a column, converted at once where the type allows it, else one by one."""
+
+    def __init__(self, values: pa.Array, name: str) -> None:
+        self.name = name
+        self._values = values
+        self._write = _writer(values.type)
+        self._whole: list[Any] | None = None
+        if self._write is None:
+            try:
+                self._whole = values.to_pylist()
+            except UnicodeDecodeError:
+                self._write = _as_python
+
+    def value(self, row: int) -> Any:
+        if self._whole is not None:
+            return self._whole[row]
+        scalar = self._values[row]
+        try:
+            return self._write(scalar) if self._write and scalar.is_valid else None
+        except UnicodeDecodeError:
+            raise _Unwritable(f"The column '{self.name}' is not UTF-8 in this row.") from None
+        except (OverflowError, ValueError) as error:
+            raise _Unwritable(f"The column '{self.name}' has a value that cannot be written ({error}).") from None
+
+
+def _as_python(scalar: pa.Scalar) -> Any:
+    return scalar.as_py()
+
+
+def _writer(kind: pa.DataType) -> Writer | None:
+    """What writes a scalar of the type that is not null; None where `to_pylist` does, for any number of them."""
+    if kinds.is_dictionary(kind) or kinds.is_run_end_encoded(kind):
+        if _writer(kind.value_type) is None:
+            return None
+        inside = _nullable(kind.value_type)
+        return lambda scalar: inside(scalar.value)
+    if isinstance(kind, pa.BaseExtensionType):
+        stored = _writer(kind.storage_type) or _as_python
+        return lambda scalar: stored(scalar.value)
+    if kinds.is_struct(kind):
+        return _struct_writer(kind)
+    if kinds.is_map(kind):
+        key, item = _nullable(kind.key_type), _nullable(kind.item_type)
+        return lambda scalar: [{"key": key(pair["key"]), "value": item(pair["value"])} for pair in scalar.values]
+    if kinds.is_nested(kind):
+        if _writer(kind.value_type) is None:
+            return None
+        write = _nullable(kind.value_type)
+        return lambda scalar: [write(item) for item in scalar.values]
+    return _flat_writer(kind)
+
+
+def _struct_writer(kind: pa.StructType) -> Writer | None:
+    names = [field.name for field in kind]
+    if all(_writer(field.type) is None for field in kind) and len(set(names)) == len(names):
+        return None
+    fields = [(place, field.name, _nullable(field.type)) for place, field in enumerate(kind)]
+    return lambda scalar: {name: write(scalar[place]) for place, name, write in fields}
+
+
+def _nullable(kind: pa.DataType) -> Writer:
+    write = _writer(kind) or _as_python
+    return lambda scalar: write(scalar) if scalar is not None and scalar.is_valid else None
+
+
+def _flat_writer(kind: pa.DataType) -> Writer | None:
+    if kinds.is_floating(kind):
+        return lambda scalar: number if math.isfinite(number := scalar.as_py()) else None
+    if kinds.is_decimal(kind):
+        return lambda scalar: str(scalar.as_py())
+    if kinds.is_timestamp(kind):
+        digits, zone = _DIGITS[kind.unit], "Z" if kind.tz else ""
+        return lambda scalar: _instant(scalar.value, digits) + zone
+    if kinds.is_date(kind):
+        return lambda scalar: scalar.as_py().isoformat()
+    if kinds.is_time(kind):
+        digits = _DIGITS[kind.unit]
+        return lambda scalar: _instant(scalar.value, digits).partition("T")[2]
+    if kinds.is_duration(kind):
+        return lambda scalar: scalar.value
+    if kinds.is_interval(kind):
+        return lambda scalar: list(scalar.as_py())
+    if kinds.is_binary(kind) or kinds.is_large_binary(kind) or kinds.is_fixed_size_binary(kind):
+        return lambda scalar: b64encode(scalar.as_py()).decode()
+    if kinds.is_binary_view(kind):
+        return lambda scalar: b64encode(scalar.as_py()).decode()
+    return None
+
+
+def _instant(count: int, digits: int) -> str:
+    """So many units after 1970, to the last digit of the unit. Raises OverflowError outside the years 1 to 9999."""
+    seconds, fraction = divmod(count, 10**digits)
+    text = (_EPOCH + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%S").zfill(19)
+    return f"{text}.{fraction:0{digits}}" if digits else text
