@@ -12,7 +12,7 @@ from typing import IO, Protocol, Self
 import pyarrow as pa
 
 from jobs.errors import RowError
-from jobs.formats.parquet_out import parquet_writer
+from jobs.formats.parquet_out import parquet_writer, write_group
 from jobs.ledger import Lease
 from jobs.output import OutputCompression
 from jobs.planner import PlannedRow
@@ -81,11 +81,11 @@ class _ParquetOutput:
         self._table.add(planned.index, planned.line, planned.row, outcome)
         self.count += 1
         if self._table.size >= _GROUP_BYTES:
-            self._writer.write_batch(self._table.take())
+            write_group(self._writer, self._table.take())
 
     def finish(self) -> None:
         if self._table.rows:
-            self._writer.write_batch(self._table.take())
+            write_group(self._writer, self._table.take())
         self.close()
 
     def close(self) -> None:

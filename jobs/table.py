@@ -5,6 +5,7 @@ fields of a batch line, with the response's body as JSON text. Either way each r
 in the same order, and `error` says why one has no answer.
 """
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +15,7 @@ from pydantic_core import from_json
 from jobs.errors import ObjectNotFound, RowError
 from jobs.formats.json_columns import JsonColumns, column_of, encoder_of, without_surrogates
 from jobs.formats.jsonl import Line, dumps
+from jobs.parquet_rows import columns_passed_on
 from jobs.results import (
     Completion,
     Embeddings,
@@ -62,11 +64,27 @@ def result_schema(spec: JobSpec) -> pa.Schema:
 
 
 def output_schema(spec: JobSpec, stores: Store) -> pa.Schema:
-    """The columns of a planned job's output. A job that was never planned has only those that it writes itself."""
+    """The columns of a planned job's output. Those of JSON records are not known of a job that was never planned."""
+    if spec.input.format == "parquet":
+        return _with_results(spec, columns_passed_on(spec.input))
     try:
         return pa.ipc.read_schema(pa.py_buffer(stores.read(spec.layout.schema)))
     except ObjectNotFound:
         return result_schema(spec)
+
+
+def _with_results(spec: JobSpec, passed_on: pa.Schema) -> pa.Schema:
+    """The input's columns and ours. OpenAI rows pass nothing on, and nobody a column of the name of one of ours."""
+    ours = result_schema(spec)
+    if not isinstance(spec.rows, RecordRows):
+        return ours
+    passed = [field for field in passed_on if field.name not in ours.names]
+    return pa.schema([*(field.with_type(pa.string()) if field.type == pa.null() else field for field in passed), *ours])
+
+
+def schema_finder(spec: JobSpec) -> "SchemaFinder | None":
+    """What finds the columns of a job's output; None where nothing has to be found, because the input has its own."""
+    return SchemaFinder(spec) if spec.output.format == "parquet" and spec.input.format != "parquet" else None
 
 
 class SchemaFinder:
@@ -82,7 +100,7 @@ class SchemaFinder:
             self._columns.add(record)
 
     def schema(self) -> pa.Schema:
-        return pa.schema([*self._columns.schema(), *result_schema(self._spec)])
+        return _with_results(self._spec, self._columns.schema())
 
 
 class OutputTable:
@@ -92,10 +110,9 @@ class OutputTable:
         self._spec = spec
         self._schema = schema
         ours = result_schema(spec)
-        self._passed = [field for field in schema if field.name not in ours.names]
+        passed = [field for field in schema if field.name not in ours.names]
+        self._passed = _TableRows(passed) if spec.input.format == "parquet" else _JsonRows(passed)
         self._ours = list(ours)
-        self._encoders = [encoder_of(field) for field in self._passed]
-        self._records: list[dict[str, Any] | None] = []
         self._answers: list[dict[str, Any]] = []
         self.size = 0
         """About how many bytes are held."""
@@ -103,7 +120,7 @@ class OutputTable:
     def add(self, index: int, line: Line, row: Row | RowError, outcome: Outcome) -> None:
         """Row `index` of the job, which is `line` of the input, and what it came to."""
         if isinstance(self._spec.rows, RecordRows):
-            self._records.append(_passed_on(line, row))
+            self._passed.add(line, row)
             self._answers.append(self._answer(outcome))
         else:
             self._answers.append(_batch_line(self._spec, index, line, row, outcome))
@@ -113,12 +130,11 @@ class OutputTable:
     def rows(self) -> int:
         return len(self._answers)
 
-    def take(self) -> pa.RecordBatch:
+    def take(self) -> pa.Table:
         """The rows that were added since the last time."""
-        passed = [column_of(self._records, *of) for of in zip(self._passed, self._encoders, strict=True)]
-        ours = [self._column(field) for field in self._ours]
-        self._records, self._answers, self.size = [], [], 0
-        return pa.RecordBatch.from_arrays([*passed, *ours], schema=self._schema)
+        columns = [*self._passed.take(), *(self._column(field) for field in self._ours)]
+        self._answers, self.size = [], 0
+        return pa.Table.from_arrays(columns, schema=self._schema)
 
     def _answer(self, outcome: Outcome) -> dict[str, Any]:
         if isinstance(outcome, Embeddings) and self._spec.pooling.encoding_format != "base64":
@@ -128,6 +144,52 @@ class OutputTable:
     def _column(self, field: pa.Field) -> pa.Array:
         values = [answer[field.name] for answer in self._answers]
         return _vectors(values) if field.type == _VECTOR else pa.array(values, field.type)
+
+
+class _JsonRows:
+    """The input's columns of rows that are JSON objects."""
+
+    def __init__(self, fields: Sequence[pa.Field]) -> None:
+        self._fields = [(field, encoder_of(field)) for field in fields]
+        self._records: list[dict[str, Any] | None] = []
+
+    def add(self, line: Line, row: Row | RowError) -> None:
+        self._records.append(_passed_on(line, row))
+
+    def take(self) -> list[pa.ChunkedArray]:
+        records, self._records = self._records, []
+        return [pa.chunked_array([column_of(records, *field)]) for field in self._fields]
+
+
+class _TableRows:
+    """The input's columns of rows that are rows of a table: slices of it, so that no value is touched."""
+
+    def __init__(self, fields: Sequence[pa.Field]) -> None:
+        self._fields = fields
+        self._slices: list[tuple[pa.RecordBatch, int, int]] = []
+
+    def add(self, line: Line, row: Row | RowError) -> None:
+        if line.batch is None:
+            raise ValueError("a row of a table without its columns")
+        if self._slices:
+            batch, start, end = self._slices[-1]
+            if batch is line.batch and end == line.place:
+                self._slices[-1] = (batch, start, end + 1)
+                return
+        self._slices.append((line.batch, line.place, line.place + 1))
+
+    def take(self) -> list[pa.ChunkedArray]:
+        batches = [batch.slice(start, end - start) for batch, start, end in self._slices]
+        self._slices = []
+        return [
+            pa.chunked_array([_typed(batch.column(field.name), field) for batch in batches], field.type)
+            for field in self._fields
+        ]
+
+
+def _typed(values: pa.Array, field: pa.Field) -> pa.Array:
+    """The values, unless they are nulls of no type: such a column is one of strings."""
+    return values if values.type == field.type else values.cast(field.type)
 
 
 def _passed_on(line: Line, row: Row | RowError) -> dict[str, Any] | None:

@@ -12,13 +12,16 @@ from jobs.cli.options import Json
 from jobs.cli.show import exit_code, follow, print_errors, print_job, print_jobs, print_json
 from jobs.errors import EXIT_DONE, UsageError
 from jobs.follow import follow_results
-from jobs.layout import absolute_url
+from jobs.output import Output
+from jobs.reading import copy_output, json_lines, output_files
 from jobs.recover import is_lost
 
 _POLL_S = 0.5
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
-To = Annotated[str | None, typer.Option("--output", "-o", help="A file to write to instead of standard output.")]
+To = Annotated[
+    str | None, typer.Option("--output", "-o", help="A file or folder to write to instead of standard output.")
+]
 
 
 def status(job: JobArgument, json: Json = False) -> None:
@@ -59,7 +62,9 @@ def results(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Print the output file of a job that has ended, or copy it. With --json: where it is, not what it says.
+    """Print the output of a job that has ended as JSON lines, or copy it. With --json: where it is, not what it says.
+
+    A copy has the output's own form, or is of JSON lines if its name says so: `-o copy.jsonl` of a Parquet output.
 
     With --follow the rows are printed, one JSON line each, with or without --json; the exit code is the job's.
     """
@@ -72,7 +77,8 @@ def results(
     if view.state not in ("completed", "cancelled", "expired"):
         hint = f"`pagemill errors {job}` says why." if view.terminal else f"`pagemill watch {job}` waits for it."
         raise UsageError(f"The job is {view.state}: it has no output file.", hint=hint)
-    _deliver(client, view.output_url, output, json)
+    form = client.ledger.spec(job).output
+    _deliver(client, form, view.output_url, output, json)
 
 
 def errors(job: JobArgument, output: To = None, json: Json = False) -> None:
@@ -86,7 +92,7 @@ def errors(job: JobArgument, output: To = None, json: Json = False) -> None:
             for error in view.errors:
                 typer.echo(error.model_dump_json(exclude_none=True))
         return
-    _deliver(client, view.error_url, output, json)
+    _deliver(client, Output(), view.error_url, output, json)
 
 
 def _follow_rows(client: Client, job: str) -> int:
@@ -105,16 +111,15 @@ def _follow_rows(client: Client, job: str) -> int:
     return exit_code(view)
 
 
-def _deliver(client: Client, url: str, output: str | None, json: bool) -> None:
+def _deliver(client: Client, form: Output, url: str, target: str | None, json: bool) -> None:
+    if target is not None:
+        copy_output(form, url, target, client.stores)
+        return
+    files = output_files(form, url, client.stores)
     if json:
-        print_json({"url": url, "size": client.stores.head(url).size})
+        print_json({"url": url, "size": sum(info.size for info in files)})
         return
-    pieces = client.stores.stream(url)
-    if output is None:
-        for piece in pieces:
+    for info in files:
+        for piece in json_lines(info, form, client.stores):
             sys.stdout.buffer.write(piece)
-        sys.stdout.buffer.flush()
-        return
-    with client.stores.writer(absolute_url(output)) as writer:
-        for piece in pieces:
-            writer.write(piece)
+    sys.stdout.buffer.flush()

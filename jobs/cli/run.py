@@ -20,12 +20,14 @@ from jobs.cli.services import children
 from jobs.cli.show import exit_code, follow, print_errors, print_json, stderr, stdout
 from jobs.cli.terms import RowTermOptions
 from jobs.errors import PagemillError, UsageError
+from jobs.formats.jsonl import iter_lines
 from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
-from jobs.output import OutputFormat
+from jobs.output import Output, OutputFormat
+from jobs.reading import json_lines, output_files
 from jobs.records import JobView
 from jobs.settings import Settings, settings
-from jobs.spec import JobSpec
+from jobs.spec import MAX_LINE_BYTES, JobSpec
 from jobs.storage import Stores
 from jobs.submit import enter, prepare
 
@@ -56,7 +58,7 @@ def run(
     view, client = run_here(spec, config, engine, quiet=json)
     if view.state in ("completed", "failed"):
         shutil.rmtree(folder)
-    _report(view, client, show, json)
+    _report(view, spec.output, client.stores, show, json)
     raise typer.Exit(exit_code(view))
 
 
@@ -156,12 +158,12 @@ def _raise_failure(supervisor: Supervisor) -> None:
         raise supervisor.failure
 
 
-def _report(view: JobView, client: Client, show: int, json: bool) -> None:
+def _report(view: JobView, form: Output, stores: Stores, show: int, json: bool) -> None:
     if json:
         print_json(view.as_dict())
         return
     if view.state == "completed" and show:
-        _print_answers(client.stores, view.output_url, show)
+        _print_answers(stores, form, view.output_url, show)
     print_errors(view)
     if view.state == "failed":
         stdout.print(f"failed: {view.error_count} error(s); there is no output file")
@@ -177,10 +179,10 @@ def _report(view: JobView, client: Client, show: int, json: bool) -> None:
             stdout.print(f"{name}: {url.removeprefix('file://')}")
 
 
-def _print_answers(stores: Stores, url: str, count: int) -> None:
-    head = stores.read(url, 0, 1 << 20)
-    for line in islice(head.split(b"\n"), count):
-        row: dict[str, Any] = json_module.loads(line)
+def _print_answers(stores: Stores, form: Output, url: str, count: int) -> None:
+    pieces = (piece for info in output_files(form, url, stores) for piece in json_lines(info, form, stores))
+    for line in islice(iter_lines(pieces, MAX_LINE_BYTES), count):
+        row: dict[str, Any] = json_module.loads(line.data or b"{}")
         response = row.get("response")
         answer = response if isinstance(response, str) else json_module.dumps(response)
         question = next((value for value in row.values() if isinstance(value, str)), "")

@@ -68,14 +68,14 @@ def join(files: Iterable[Path], sink: Sink, schema: pa.Schema) -> None:
                 held.append(batch)
                 size += batch.nbytes
                 if size >= _GROUP_BYTES:
-                    _write_group(writer, held)
+                    write_group(writer, pa.Table.from_batches(held))
                     held, size = [], 0
         if held:
-            _write_group(writer, held)
+            write_group(writer, pa.Table.from_batches(held))
 
 
-def _write_group(writer: pq.ParquetWriter, batches: list[pa.RecordBatch]) -> None:
-    table = pa.Table.from_batches(batches)
+def write_group(writer: pq.ParquetWriter, table: pa.Table) -> None:
+    """Write the table as one row group."""
     writer.write_table(table, row_group_size=table.num_rows)
 
 

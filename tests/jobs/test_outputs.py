@@ -16,6 +16,8 @@ import pyarrow.dataset
 import pyarrow.json
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jobs import joining
 from jobs.assemble import assemble
@@ -28,6 +30,8 @@ from jobs.results import Choice, Completion, Embeddings, Outcome, TokenLogprob
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, RecordRows
 from jobs.spool import Spool
+from jobs.submit import enter, prepare
+from tests.jobs.arrow_tables import tables
 from tests.jobs.site import Site, prompts
 from tests.jobs.specs import request as batch_line
 from tests.jobs.test_assemble import Crashed, crash, manifest
@@ -353,3 +357,31 @@ def test_a_dead_shard_of_a_table_is_rows_with_errors(site: Site, parquet: dict[s
     rows = table_of(site, spec).to_pylist()
     assert [row["prompt"] for row in rows] == [f"question {n}" for n in range(6)]
     assert [row["error"] and row["error"]["code"] for row in rows] == ["engine_error"] * 4 + [None] * 2
+
+
+@given(table=tables(min_rows=1), forms=st.booleans())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_columns_of_a_table_pass_through_unchanged(table: pa.Table, forms: bool, site: Site, tmp_path: Path) -> None:
+    folder = tmp_path / uuid4().hex
+    folder.mkdir()
+    asked = table.append_column("prompt", pa.array([f"question {n}" for n in range(table.num_rows)]))
+    pq.write_table(asked, folder / "in.parquet", row_group_size=3)
+    spec = prepare(
+        str(folder / "in.parquet"),
+        model="tiny",
+        stores=site.stores,
+        settings=site.settings,
+        rows=RecordRows(prompt_column="prompt"),
+        output=f"{folder}/out/" if forms else f"{folder}/out.parquet",
+        output_format="parquet",
+    )
+    enter(spec, site.ledger, site.stores, site.tokens)
+    site.control.plan(spec.id)
+    site.work(spec)
+    site.control.assemble(spec.id)
+    found = pa.dataset.dataset(path_of(spec), format="parquet").to_table()
+    passed = found.select(asked.column_names)
+    assert passed.schema.types == pq.read_schema(folder / "in.parquet").types
+    assert str(passed.to_pydict()) == str(asked.to_pydict())
+    assert len(duckdb.sql(f"select * from read_parquet('{files_of(spec)[0]}')").fetchall()) > 0
+    assert found.column("response").to_pylist() == [f"answer {n}" for n in range(table.num_rows)]
