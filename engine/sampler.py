@@ -31,7 +31,7 @@ from engine.logprobs import likeliest, token_logprobs
 from engine.plan import Sampled
 from engine.token_rules import apply_edits
 from kernels.bitmask import apply_token_bitmask
-from kernels.ops import gumbel_noise
+from kernels.ops import kernels_for
 
 # Nearly always the tokens that reach top_p are among so many; sorting the whole vocabulary is for the other rows.
 _TOP_P_CANDIDATES = 1024
@@ -104,7 +104,7 @@ def _sample_random(scores: Tensor, batch: SamplingBatch) -> Tensor:
     if rows := [row for row, p in enumerate(batch.min_p) if p > 0]:
         _keep_from(scores, rows, on_device([batch.min_p[row] for row in rows], torch.float32).log_())
     seeds, positions = on_device(batch.seeds, torch.int64), on_device(batch.positions, torch.int64)
-    return scores.add_(gumbel_noise(seeds, positions, vocab_size)).argmax(dim=-1)
+    return kernels_for(scores.device).gumbel_argmax(scores, seeds, positions)
 
 
 def top_k_floor(scores: Tensor, k: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels import linear, reference, torch_attention, torch_moe
+from kernels import gumbel_cpu, linear, reference, torch_attention, torch_moe
 from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, copy_block, kv_bytes_per_token
 from kernels.linear import Linear
 from kernels.reference import Expert
@@ -25,7 +25,6 @@ __all__ = [
     "Linear",
     "allocate_kv_cache",
     "copy_block",
-    "gumbel_noise",
     "kernels_for",
     "kv_bytes_per_token",
 ]
@@ -77,6 +76,10 @@ class _PagedAttention(Protocol):
     ) -> Tensor: ...
 
 
+class _GumbelArgmax(Protocol):
+    def __call__(self, scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor: ...
+
+
 class _PackLinear(Protocol):
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
 
@@ -98,6 +101,7 @@ class Kernels(NamedTuple):
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
     pack_linear: _PackLinear
+    gumbel_argmax: _GumbelArgmax
 
 
 _TORCH = Kernels(
@@ -115,11 +119,12 @@ _TORCH = Kernels(
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,
     pack_linear=linear.plain_linear,
+    gumbel_argmax=reference.gumbel_argmax,
 )
 
-_BY_DEVICE_TYPE = {"cpu": _TORCH._replace(pack_linear=linear.onednn_linear)}
-
-gumbel_noise = reference.gumbel_noise
+_BY_DEVICE_TYPE = {
+    "cpu": _TORCH._replace(pack_linear=linear.onednn_linear, gumbel_argmax=gumbel_cpu.gumbel_argmax),
+}
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -179,8 +179,8 @@ def lora_add(x: Tensor, y: Tensor, rows: Tensor, a: Tensor, b: Tensor, columns: 
     y[rows, columns] += product.to(y.dtype)
 
 
-_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
 
 
@@ -194,10 +194,10 @@ def philox_4x32_10(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Te
     k0, k1 = key
     for _ in range(10):
         # The products wrap around int64; their 64 bits are right, and masking after the shift drops the sign's copies.
-        product0, product1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
+        product0, product1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
         c0, c1 = ((product1 >> 32) ^ c1 ^ k0) & _WORD, product1 & _WORD
         c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & _WORD, product0 & _WORD
-        k0, k1 = (k0 + _PHILOX_WEYL[0]) & _WORD, (k1 + _PHILOX_WEYL[1]) & _WORD
+        k0, k1 = (k0 + PHILOX_WEYL[0]) & _WORD, (k1 + PHILOX_WEYL[1]) & _WORD
     return c0, c1, c2, c3
 
 
@@ -205,13 +205,27 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Return standard Gumbel noise `[num_rows, vocab_size]` float32, a function of seed, position and id alone.
 
     seeds and positions are `[num_rows]` int64. Word `id % 4` of Philox with the seed as key and the counter
-    `(id // 4, position low, position high, 0)` gives `u` in (0, 1), and the noise is `-log(-log(1 - u))`.
+    `(id // 4, position low, position high, 0)` gives the noise, see `gumbel_of_words`.
     """
     counters = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
     seeds, positions = seeds.unsqueeze(1), positions.unsqueeze(1)
     counter = (counters, positions & _WORD, (positions >> 32) & _WORD, torch.zeros_like(counters))
     words = philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
     word = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocab_size]
+    return gumbel_of_words(word)
+
+
+def gumbel_of_words(words: Tensor) -> Tensor:
+    """Return the noise, float32, of random 32-bit words (int64): `-log(-log(1 - u))` of the word's `u` in (0, 1)."""
     # Small u is where an argmax looks, and there float32 keeps all 32 bits; only the top rounds to 1 and is clamped.
-    u = ((word.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    u = ((words.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-u))
+
+
+def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token for each row, in proportion to `exp(scores)`: `[num_rows]` int64, the argmax of scores plus noise.
+
+    scores `[num_rows, vocab_size]` float32, -inf for what must not be drawn; of a row without a finite score, any token
+    may be returned. Seeds and positions are those of `gumbel_noise`.
+    """
+    return (scores + gumbel_noise(seeds, positions, scores.shape[-1])).argmax(dim=-1)

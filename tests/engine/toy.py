@@ -19,7 +19,8 @@ from engine.request import Request
 from engine.runner import Runner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache, gumbel_noise
+from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache
+from kernels.reference import gumbel_noise
 
 VOCAB_SIZE = 260
 EOS = 257

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.ops import gumbel_noise
-from kernels.reference import philox_4x32_10
+from kernels.ops import kernels_for
+from kernels.reference import gumbel_argmax, gumbel_noise, philox_4x32_10
 
 # The known answers for philox4x32-10 of Random123 (kat_vectors): counter, key, words.
 VECTORS = [
@@ -62,6 +62,45 @@ def test_adding_noise_to_logits_samples_their_softmax():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     rows = 40_000
     chosen = (logits + gumbel_noise(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), 5)).argmax(-1)
+    shares = torch.bincount(chosen, minlength=5).double() / rows
+    exact = logits.double().softmax(-1)
+    assert ((shares - exact).abs() < 5 * (exact * (1 - exact) / rows).sqrt()).all()
+
+
+CPU = kernels_for(torch.device("cpu")).gumbel_argmax
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(SEEDS, st.integers(0, 2**40)), min_size=1, max_size=5),
+    st.integers(1, 700),
+    st.sampled_from([0.0, 1e-3, 1.0, 10.0, 1e4]),
+    st.sampled_from([0.0, 0.5, 0.95, 0.999]),
+)
+def test_the_cpu_draws_what_the_definition_draws(rows, vocab_size, spread, ruled_out):
+    seeds, positions = (torch.tensor(column) for column in zip(*rows, strict=True))
+    generator = torch.Generator().manual_seed(int(seeds[0]) & 0xFFFF)
+    scores = torch.randn(len(rows), vocab_size, generator=generator) * spread
+    scores[torch.rand(scores.shape, generator=generator) < ruled_out] = -torch.inf
+    scores[:, vocab_size // 2] = 0.0  # something is left
+    drawn = CPU(scores, seeds, positions)
+    assert drawn.dtype == torch.int64
+    assert drawn.tolist() == gumbel_argmax(scores, seeds, positions).tolist()
+
+
+def test_over_a_large_vocabulary_the_cpu_draws_what_the_definition_draws():
+    scores = torch.randn(64, 50_257, generator=torch.Generator().manual_seed(1)) * 2
+    scores[::3, 100:] = -torch.inf
+    seeds, positions = torch.arange(64) * 12_345_678_901, torch.arange(64)
+    drawn = CPU(scores, seeds, positions)
+    assert torch.equal(drawn, gumbel_argmax(scores, seeds, positions))
+    assert len(set(drawn.tolist())) > 40
+
+
+def test_what_is_drawn_follows_the_softmax():
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    rows = 20_000
+    chosen = CPU(logits.repeat(rows, 1), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
     shares = torch.bincount(chosen, minlength=5).double() / rows
     exact = logits.double().softmax(-1)
     assert ((shares - exact).abs() < 5 * (exact * (1 - exact) / rows).sqrt()).all()
