@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from jobs.errors import ObjectNotFound, UsageError
-from jobs.formats.compressed import decompressed
+from jobs.errors import ObjectNotFound
 from jobs.ledger import Ledger
+from jobs.reading import json_lines
 from jobs.records import JobView, Manifest, SegmentRecord
 from jobs.spec import JobSpec
 from jobs.storage import ObjectInfo, Stores
@@ -17,10 +17,7 @@ def follow_results(spec: JobSpec, ledger: Ledger, stores: Stores, wait: Callable
 
     `wait` is called whenever the next shard is not settled. What is yielded is what the output file will hold, but for
     one case: of a segment that vanishes from storage after it was read, the job's second answer is not seen here.
-    Raises UsageError where the output is Parquet, which has no lines.
     """
-    if spec.output.format == "parquet":
-        raise UsageError("Rows of a Parquet output cannot be followed.", hint="`pagemill watch` follows the job.")
     shard = 0
     while True:
         # Looked at first: what is committed by then is seen below.
@@ -61,10 +58,7 @@ def _rest(view: JobView, spec: JobSpec, first: int, stores: Stores) -> Iterator[
 def _lines(objects: tuple[ObjectInfo, ...], spec: JobSpec, stores: Stores) -> Iterator[bytes]:
     for info in objects:
         held = b""
-        pieces = stores.stream(info.url, 0, info.size, info.etag, _CHUNK)
-        if spec.output.compression is not None:
-            pieces = decompressed(pieces, spec.output.compression, info.url)
-        for piece in pieces:
+        for piece in json_lines(info, spec.output, stores, _CHUNK):
             head, newline, tail = piece.rpartition(b"\n")
             if newline:
                 yield held + head + newline

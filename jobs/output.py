@@ -28,6 +28,7 @@ ERRORS_SUFFIX = ".errors.jsonl"
 _SUFFIXES: dict[str, OutputFormat] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "jsonl",
     ".jsonl.gz": "jsonl.gz",
     ".ndjson.gz": "jsonl.gz",
     ".jsonl.zst": "jsonl.zst",
@@ -37,7 +38,7 @@ _SUFFIXES: dict[str, OutputFormat] = {
 _COMPRESSIONS: dict[OutputFormat, OutputCompression] = {"jsonl.gz": "gzip", "jsonl.zst": "zstd"}
 # Names that promise what is not written: whoever reads such a file would take it for something else.
 _NOT_WRITTEN = (
-    *(".json", ".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".orc", ".avro"),
+    *(".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".orc", ".avro"),
     *(".gz", ".zst", ".bz2", ".xz", ".zip"),
 )
 
@@ -58,15 +59,21 @@ class Output(BaseModel):
         return self
 
     @property
+    def name(self) -> OutputFormat:
+        """What --output-format calls it."""
+        if self.format == "parquet":
+            return "parquet"
+        names: dict[OutputCompression | None, OutputFormat] = {None: "jsonl", "gzip": "jsonl.gz", "zstd": "jsonl.zst"}
+        return names[self.compression]
+
+    @property
     def suffix(self) -> str:
         """What the names of its files end with."""
-        if self.format == "parquet":
-            return ".parquet"
-        return {None: ".jsonl", "gzip": ".jsonl.gz", "zstd": ".jsonl.zst"}[self.compression]
+        return f".{self.name}"
 
 
-def output_of(url: str | None, flag: OutputFormat | None = None) -> Output:
-    """The form of an output with this URL, or of one that no URL was given for. A name of no known form is JSON lines.
+def output_of(url: str | None, flag: OutputFormat | None = None, *, otherwise: OutputFormat = "jsonl") -> Output:
+    """The form of an output with this URL, or of one that no URL was given for; `otherwise` where nothing says it.
 
     Raises UsageError (`output_format`) where name and flag contradict each other, or where the name is of a form that
     is not written.
@@ -79,7 +86,7 @@ def output_of(url: str | None, flag: OutputFormat | None = None) -> Output:
             code="output_format",
             hint="Leave out --output-format, or give the output another name.",
         )
-    form = named or flag or "jsonl"
+    form = named or flag or otherwise
     return Output(
         format="parquet" if form == "parquet" else "jsonl", compression=_COMPRESSIONS.get(form), folder=folder
     )
