@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
@@ -52,6 +53,15 @@ def tiny_mistral(path: Path, *, seed: int = 0, tokenizer: bool = False, **config
     torch.manual_seed(seed)
     model = MistralForCausalLM(MistralConfig(**{**TINY, "sliding_window": None, **config}))
     return _save(model, path, tokenizer)
+
+
+def poison(path: Path) -> int:
+    """Make the embedding of a saved model's last token NaN, and return the token: it and all after it are NaN."""
+    weights = load_file(path / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[-1] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return len(embedding) - 1
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,29 +1,24 @@
 """What is not a number in one request stays there: its neighbours, and those who come later, get their answers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, PoolingParams, SamplingParams, StructuredOutput
 from tests.engine.lora_fixture import write_adapter
-from tests.engine.models_fixture import tiny_llama
+from tests.engine.models_fixture import poison, tiny_llama
 
-# In a prompt, this token makes itself and all that follows NaN.
 POISON = 319
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def poison(folder):
-    """Make the embedding of the last token of a model NaN."""
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][POISON] = torch.nan
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return poison(tiny_llama(tmp_path_factory.mktemp("llama"), tokenizer=True))
+    path = tiny_llama(tmp_path_factory.mktemp("llama"), tokenizer=True)
+    assert poison(path) == POISON
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +74,36 @@ def test_a_request_whose_logits_are_not_numbers_fails_alone_whatever_it_asks_for
             assert contents(served) == contents(expected), name
     assert llm.stats().kv_blocks_used == 0
     llm._core.scheduler.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def steep(tmp_path_factory):
+    """A model that after token 7 is all but certain of token 9: too certain for float16, not for bfloat16."""
+    path = tiny_llama(tmp_path_factory.mktemp("steep"), tokenizer=True)
+    weights = load_file(path / "model.safetensors")
+    direction = torch.ones(64)
+    direction[::2] = -1
+    # So long that two layers change little of it; then its product with the head's row is 64 * 1500.
+    weights["model.embed_tokens.weight"][7] = 200 * direction
+    weights["lm_head.weight"][9] = 1500 * direction
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1, n=2, logprobs=3, max_tokens=8, ignore_eos=True)])
+def test_what_overflows_in_float16_fails_alone_and_in_bfloat16_not_at_all(steep, params):
+    prompts = [[1, 2, 3], [1, 2, 7], [4, 5, 6], [7]]
+    params = replace(params, allowed_token_ids=[1, 2, 3, 4, 9])
+    half = LLM(str(steep), dtype="float16", num_threads=1, num_kv_blocks=33)
+    alone = [half.generate([prompt], params)[0] for prompt in prompts]
+    outputs = half.generate(prompts, params)
+    for output, expected in zip(outputs[::2], alone[::2], strict=True):
+        assert output.error is None
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in expected.outputs]
+    for output in outputs[1::2]:
+        assert output.error.code == "nan_logits"
+        assert "bfloat16" in output.error.hint
+    brain = LLM(str(steep), dtype="bfloat16", num_threads=1, num_kv_blocks=33)
+    for output in brain.generate(prompts, params):
+        assert output.error is None
+    assert {output.outputs[0].token_ids[0] for output in brain.generate(prompts[1::2], params)} == {9}
