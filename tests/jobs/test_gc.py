@@ -191,15 +191,20 @@ def test_an_upload_that_was_never_completed_is_aborted(
     completed(site, ended)
     uploads = {}
     for spec in (live, ended):
-        bucket, name = split_url(spec.layout.output)
+        bucket, name = split_url(spec.layout.output(".jsonl"))
         uploads[spec.id] = client.create_multipart_upload(Bucket=bucket, Key=name)["UploadId"]
         client.upload_part(Bucket=bucket, Key=name, UploadId=uploads[spec.id], PartNumber=1, Body=b"x" * 1000)
     if server == "rclone":  # moto gives all uploads one date
         assert found(site, age=HOUR) == []
     (write,) = collector(site).collect()
-    assert (write.kind, write.job_id, write.what.url, write.what.size) == ("write", ended.id, ended.layout.output, 1000)
+    assert (write.kind, write.job_id, write.what.url, write.what.size) == (
+        "write",
+        ended.id,
+        ended.layout.output(".jsonl"),
+        1000,
+    )
     assert found(site) == []
-    bucket, name = split_url(live.layout.output)
+    bucket, name = split_url(live.layout.output(".jsonl"))
     client.abort_multipart_upload(Bucket=bucket, Key=name, UploadId=uploads[live.id])
 
 
