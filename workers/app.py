@@ -47,7 +47,7 @@ def serve_model(settings: Settings, config: EngineConfig, *, served_name: str, s
     try:
         slots = slots or slots_for(info.max_num_seqs)
         app = make_app(settings)
-        context = _slot_context(settings, ledger, Tokens(app), host, info, served_name, slots)
+        context = slot_context(settings, ledger, Tokens(app), host, info, served_name, slots)
 
         @app.task(name=WORK)
         def run_shards(model: str) -> None:
@@ -83,7 +83,7 @@ def slots_for(max_num_seqs: int) -> int:
     return max(2, math.ceil(2 * max_num_seqs / _USUAL_SHARD_ROWS) + 1)
 
 
-def _slot_context(
+def slot_context(
     settings: Settings,
     ledger: Ledger,
     tokens: Tokens,

@@ -28,7 +28,7 @@ from engine.models.decoder import Decoder
 from engine.models.fallback import FallbackDecoder
 from engine.models.shape import ModelShape
 
-__all__ = ["LoadedEncoder", "LoadedModel", "ModelFileInvalid", "load"]
+__all__ = ["LoadedEncoder", "LoadedModel", "ModelFileInvalid", "load", "load_tokenizer"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -78,6 +78,12 @@ def load(
     else:
         loaded = _load_gguf(path, dtype, device)
     return dataclasses.replace(loaded, revision=revision)
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of what `model` names, without its weights, or None if it has none. Raises what `load` does."""
+    path, _ = locate_model(model, with_code=trust_remote_code)
+    return _folder_tokenizer(path, trust_remote_code) if path.is_dir() else gguf_tokenizer(GgufFile(path))
 
 
 def _load_folder(

@@ -49,6 +49,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
     "Operations": {"doctor": doctor, "recover": recover, "gc": gc},
 }
 
+_PLUGIN_PANELS = {"estimate": "Jobs", "bench": "Operations"}
 _CONTEXTS = {"run-batch": FOREIGN_FLAGS}
 
 
@@ -82,7 +83,11 @@ def _make_app() -> typer.Typer:
             app.command(name, rich_help_panel=panel, context_settings=_CONTEXTS.get(name))(command)
     # Commands that run models come from the workers' room by entry point: this room does not import it.
     for plugin in entry_points(group="pagemill.commands"):
-        app.command(plugin.name, rich_help_panel="Services")(plugin.load())
+        command, panel = plugin.load(), _PLUGIN_PANELS.get(plugin.name, "Services")
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=plugin.name, rich_help_panel=panel)
+        else:
+            app.command(plugin.name, rich_help_panel=panel)(command)
     return app
 
 

@@ -1,0 +1,75 @@
+"""Benchmarks measure, and say what they measured; and `estimate` goes by them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jobs import settings
+from jobs.settings import Settings
+from tests.engine.models_fixture import tiny_llama
+from workers.bench import bench
+from workers.bench_jobs import bench_jobs
+from workers.bench_model import _Prompts
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PAGEMILL_STATE_DIR", str(tmp_path / "state"))
+    settings.settings.cache_clear()
+    yield tmp_path / "state"
+    settings.settings.cache_clear()
+
+
+def test_the_job_plane_is_measured_stage_by_stage(tmp_path: Path) -> None:
+    found = bench_jobs(500, 1, Settings(state_dir=tmp_path / "s", redis_url="", storage="", max_shard_rows=100))
+    assert [stage.name for stage in found.stages] == ["submit", "plan", "run", "assemble"]
+    assert all(stage.rows_per_second == pytest.approx(500 / stage.seconds) for stage in found.stages)
+    assert found.total.seconds == pytest.approx(sum(stage.seconds for stage in found.stages))
+    assert found.as_dict()["total"]["rows_per_second"] > 0
+    assert found.peak_bytes > 10_000_000
+
+
+def test_a_model_is_measured_and_an_estimate_goes_by_it(state_dir: Path, tmp_path: Path) -> None:
+    import typer
+
+    from workers.estimate import estimate
+
+    model = str(tiny_llama(tmp_path / "model", tokenizer=True))
+    run = CliRunner().invoke
+    options = ["--dtype", "float32", "--device", "cpu", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+    measured = run(bench, ["model", "--model", model, *options, "--json"])
+    assert measured.exit_code == 0, measured.output
+    profile = json.loads(measured.stdout)
+    assert [rate["rows"] for rate in profile["decode"]] == [1, 4]
+    assert profile["prefill_tokens_per_second"] > 0
+    assert all(rate["tokens_per_second"] > 0 for rate in profile["decode"])
+
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{n} is a number"}) + "\n" for n in range(30)))
+    app = typer.Typer()
+    app.command()(estimate)
+    arguments = [str(source), "--model", model, "--prompt-column", "prompt", "--max-tokens", "5"]
+    found = json.loads(run(app, [*arguments, "--json"]).stdout)
+    assert (found["rows"], found["answer_tokens"]) == (30, 150)
+    assert found["prompts"]["longest"]["tokens"] > len("10 is a number")
+    assert found["duration"]["total"] > 0
+    shown = run(app, arguments).stdout
+    assert "float32 on cpu" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model", "state"]
+
+    other = str(tiny_llama(tmp_path / "other", tokenizer=True))
+    shown = run(app, [*arguments[:2], other, *arguments[3:]]).stdout
+    assert "nothing is measured here yet" in shown
+    assert "on one worker" not in shown
+
+
+def test_prompts_of_a_benchmark_share_no_beginning() -> None:
+    from engine.config import EngineConfig
+    from workers.stub_engine import StubEngine
+
+    prompts = _Prompts(StubEngine(EngineConfig("stub")).start())
+    many = prompts.some(1000, 8)
+    assert len({tuple(prompt[:2]) for prompt in many}) == 1000
+    assert {len(prompt) for prompt in many} == {8}
