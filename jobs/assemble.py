@@ -102,7 +102,7 @@ def _dead_segment(spec: JobSpec, stores: Stores, shard: Shard, record: DeadShard
     with Spool(spec, stores) as spool:
         for planned in shard_rows(spec, stores, shard):
             if (answer := kept.get(planned.index)) is not None:
-                spool.keep(answer.line, answer.usage)
+                spool.keep(planned, answer)
                 continue
             error = planned.row if isinstance(planned.row, RowError) else _never_finished(planned.row, record)
             spool.add(planned, error)

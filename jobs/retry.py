@@ -9,34 +9,30 @@ are those of a job like any other, with every row once, in order; and the parent
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, UsageError
 from jobs.formats.compressed import decompressed
 from jobs.formats.names import compression_of
+from jobs.formats.parquet import ParquetReader, RangedFile
 from jobs.layout import JobLayout
-from jobs.output import errors_beside
+from jobs.output import errors_beside, output_of
 from jobs.records import JobView, Manifest, SegmentRecord, Usage
 from jobs.results import row_id
 from jobs.shards import Shard
 from jobs.spec import JobSpec, OpenAIRows, Parent, Terms, new_job_id
+from jobs.spool import Kept
 from jobs.storage import ObjectInfo, Stores
+from jobs.submit import check_output, output_url
+from jobs.table import answers_in
 
+_OK = 200
 _PARENTS_AT_ONCE = 4
 _RETRIABLE = ("completed", "cancelled", "expired")
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What the parent answered to a row: its line in the output, as it is."""
-
-    line: bytes
-    usage: Usage
-
-
-def retry_spec(parent: JobSpec, view: JobView, output_url: str | None, terms: Terms, stores: Stores) -> JobSpec:
+def retry_spec(parent: JobSpec, view: JobView, output: str | None, terms: Terms, stores: Stores) -> JobSpec:
     """The spec of a job that runs the failed rows of one that has ended.
 
     Raises UsageError where the parent has not ended, has no result or no failed row, or where the output is one of
@@ -48,26 +44,29 @@ def retry_spec(parent: JobSpec, view: JobView, output_url: str | None, terms: Te
         raise UsageError(f"Job {view.id} {why}.", code="not_retriable", hint=hint)
     if view.error_url is None and view.remaining_url is None:
         raise UsageError(f"Job {view.id} has no failed row.", code="nothing_to_retry")
-    if parent.output.format != "jsonl":
-        raise UsageError(
-            f"The output of job {view.id} is {parent.output.format}: its rows cannot be merged.",
-            code="output_format",
-            hint=f"Submit the rows in {view.error_url} as a job of their own.",
-        )
     job_id = new_job_id()
     layout = JobLayout(parent.storage_url, job_id)
-    output_url = output_url or layout.output(parent.output.suffix)
-    error_url = errors_beside(output_url)
+    form = output_of(output, otherwise=parent.output.name)
+    if form.format != parent.output.format:
+        raise UsageError(
+            f"The output of job {view.id} is {parent.output.name}, and {output} has the name of {form.name}.",
+            code="output_format",
+            hint="The answers are kept as they are: give a name of the same form.",
+        )
+    url = output_url(output) if output else layout.output(form.suffix)
+    error_url = errors_beside(url)
     theirs = {parent.output_url, parent.error_url, *(file.url for file in parent.input.files)}
-    if taken := [url for url in (output_url, error_url) if url in theirs]:
+    if taken := [mine for mine in (url, error_url) if mine in theirs]:
         raise UsageError(f"{taken[0]} belongs to job {view.id}.", hint="Give the output another name.")
-    stores.check_writable(output_url)
+    if output:
+        check_output(url, form, [], stores)
     return parent.model_copy(
         update={
             **terms.model_dump(),
             "id": job_id,
             "created_at": int(time.time()),
-            "output_url": output_url,
+            "output": form,
+            "output_url": url,
             "error_url": error_url,
             "parent": Parent(job_id=parent.id, storage_url=parent.storage_url, origin=parent.origin),
         }
@@ -93,7 +92,7 @@ class KeptAnswers:
             if record is None or record.output is None:
                 return {}
             output, _ = record.objects(spec.parent.layout, shard.index)
-            return dict(_answers(spec, shard, self._lines(output))) if output else {}
+            return dict(self._answers(spec, shard, output)) if output else {}
         except (ObjectNotFound, PreconditionFailed) as error:
             raise PagemillError(
                 f"The result of job {spec.parent.job_id}, whose failed rows are to run again, is gone: {error}",
@@ -104,14 +103,18 @@ class KeptAnswers:
         manifest = Manifest.model_validate_json(self._stores.read(parent.layout.manifest))
         return {segment.shard: segment.record for segment in manifest.segments}
 
-    def _lines(self, output: ObjectInfo) -> Iterator[bytes]:
+    def _answers(self, spec: JobSpec, shard: Shard, output: ObjectInfo) -> Iterator[tuple[int, Kept]]:
+        if spec.output.format == "parquet":
+            label = f"the result of job {spec.parent.job_id}" if spec.parent else output.url
+            reader = ParquetReader(RangedFile(self._stores, output.url, output.size, output.etag, label), label)
+            return _answers_in_table(spec, shard, reader)
         pieces = self._stores.stream(output.url, 0, output.size, output.etag)
         if (compression := compression_of(output.url)) is not None:
             pieces = decompressed(pieces, compression, output.url)
-        yield from (line + b"\n" for line in b"".join(pieces).split(b"\n") if line)
+        return _answers_in_lines(spec, shard, (line + b"\n" for line in b"".join(pieces).split(b"\n") if line))
 
 
-def _answers(spec: JobSpec, shard: Shard, lines: Iterator[bytes]) -> Iterator[tuple[int, Kept]]:
+def _answers_in_lines(spec: JobSpec, shard: Shard, lines: Iterator[bytes]) -> Iterator[tuple[int, Kept]]:
     """Those of the output lines of a shard that are answers, each with its row."""
     rows = range(shard.first_row, shard.first_row + shard.rows)
     if isinstance(spec.rows, OpenAIRows):
@@ -124,6 +127,17 @@ def _answers(spec: JobSpec, shard: Shard, lines: Iterator[bytes]) -> Iterator[tu
         record = json.loads(line)
         if record["error"] is None:
             yield index, Kept(line, _usage(record["usage"]))
+
+
+def _answers_in_table(spec: JobSpec, shard: Shard, reader: ParquetReader) -> Iterator[tuple[int, Kept]]:
+    """The same of a table, which has every row of the shard."""
+    answers = (answer for _, batch in reader.batches(0, shard.rows) for answer in answers_in(spec, batch))
+    for index, answer in zip(range(shard.first_row, shard.first_row + shard.rows), answers, strict=True):
+        if not isinstance(spec.rows, OpenAIRows):
+            if answer["error"] is None:
+                yield index, Kept(answer, _usage(answer["usage"]))
+        elif answer["response"] is not None and answer["response"]["status_code"] == _OK:
+            yield index, Kept(answer, _usage(json.loads(answer["response"]["body"])["usage"]))
 
 
 def _usage(usage: dict[str, Any]) -> Usage:

@@ -5,9 +5,10 @@ import hashlib
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 import pyarrow as pa
 
@@ -26,6 +27,14 @@ from jobs.table import OutputTable, output_schema
 _GROUP_BYTES = 4 * 1024 * 1024
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What another job answered to a row: its line in the output, or what `table.answers_in` found there."""
+
+    written: bytes | dict[str, Any]
+    usage: Usage
+
+
 class _Output(Protocol):
     """One attempt's part of the output: `count` rows of it, whole in the file at `path` once it is finished."""
 
@@ -33,6 +42,8 @@ class _Output(Protocol):
     count: int
 
     def add(self, planned: PlannedRow, outcome: Outcome) -> None: ...
+
+    def keep(self, planned: PlannedRow, kept: Kept) -> None: ...
 
     def finish(self) -> None:
         """Write what is held, and close. May be repeated."""
@@ -69,6 +80,11 @@ class _LinesOutput(_Lines):
         if line is not None:
             self.write(line)
 
+    def keep(self, planned: PlannedRow, kept: Kept) -> None:
+        if not isinstance(kept.written, bytes):
+            raise TypeError("columns for an output of lines")
+        self.write(kept.written)
+
 
 class _ParquetOutput:
     def __init__(self, path: Path, spec: JobSpec, schema: pa.Schema) -> None:
@@ -79,6 +95,15 @@ class _ParquetOutput:
 
     def add(self, planned: PlannedRow, outcome: Outcome) -> None:
         self._table.add(planned.index, planned.line, planned.row, outcome)
+        self._count_one()
+
+    def keep(self, planned: PlannedRow, kept: Kept) -> None:
+        if isinstance(kept.written, bytes):
+            raise TypeError("a line for an output of columns")
+        self._table.keep(planned.line, planned.row, kept.written)
+        self._count_one()
+
+    def _count_one(self) -> None:
         self.count += 1
         if self._table.size >= _GROUP_BYTES:
             write_group(self._writer, self._table.take())
@@ -128,13 +153,11 @@ class Spool:
         self.ok += 1
         self._usage += outcome.usage
 
-    def keep(self, line: bytes, usage: Usage) -> None:
-        """Add a row whose output line is known already. Only where the output is JSON lines."""
-        if not isinstance(self._output, _LinesOutput):
-            raise TypeError("a line for an output that has none")
-        self._output.write(line)
+    def keep(self, planned: PlannedRow, kept: Kept) -> None:
+        """Add a row whose answer another job has already."""
+        self._output.keep(planned, kept)
         self.ok += 1
-        self._usage += usage
+        self._usage += kept.usage
 
     def put(self, lease: Lease, engine: str, worker: str = "") -> SegmentRecord:
         """Put the segment under the attempt's own keys, and return the record to commit. May be repeated.

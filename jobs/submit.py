@@ -72,9 +72,9 @@ def prepare(
     # The files of a job that is submitted again must not take the place of those that it runs on.
     layout = JobLayout(settings.storage_url, job_id, submission=f"{token_hex(8)}-" if idempotency_key else "")
     files = find_files([source] if isinstance(source, str) else source, stores)
-    output_url = _output_url(output) if output else layout.output(form.suffix)
+    url = output_url(output) if output else layout.output(form.suffix)
     if output and not taken_up and not (idempotency_key and _is_there(stores, layout.spec)):
-        _check_output(output_url, form, files, stores)
+        check_output(url, form, files, stores)
     try:
         return JobSpec(
             **terms.model_dump(),
@@ -85,8 +85,8 @@ def prepare(
             model_aliases=model_aliases,
             input=_placed(files, input_options, rows, layout, stores),
             output=form,
-            output_url=output_url,
-            error_url=errors_beside(output_url),
+            output_url=url,
+            error_url=errors_beside(url),
             rows=rows,
             sampling=sampling,
             pooling=pooling,
@@ -172,13 +172,13 @@ def _is_there(stores: Stores, url: str) -> bool:
     return True
 
 
-def _output_url(output: str) -> str:
+def output_url(output: str) -> str:
     """The output's URL, with the slash that tells a folder."""
     url = absolute_url(output)
     return f"{url.rstrip('/')}/" if output.endswith("/") else url
 
 
-def _check_output(url: str, form: Output, inputs: Sequence[str], stores: Stores) -> None:
+def check_output(url: str, form: Output, inputs: Sequence[str], stores: Stores) -> None:
     """Find out now what would else be found out when all the work is done."""
     if form.folder:
         _check_folder(url, form, stores)

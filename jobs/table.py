@@ -5,7 +5,8 @@ fields of a batch line, with the response's body as JSON text. Either way each r
 in the same order, and `error` says why one has no answer.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -82,6 +83,14 @@ def _with_results(spec: JobSpec, passed_on: pa.Schema) -> pa.Schema:
     return pa.schema([*(field.with_type(pa.string()) if field.type == pa.null() else field for field in passed), *ours])
 
 
+def answers_in(spec: JobSpec, batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """What each row of an output holds beside the columns of the input, as `OutputTable.keep` takes it."""
+    for answer in batch.select(result_schema(spec).names).to_pylist():
+        if isinstance(vector := answer.get("embedding"), list):
+            answer["embedding"] = array("f", vector).tobytes()
+        yield answer
+
+
 def schema_finder(spec: JobSpec) -> "SchemaFinder | None":
     """What finds the columns of a job's output; None where nothing has to be found, because the input has its own."""
     return SchemaFinder(spec) if spec.output.format == "parquet" and spec.input.format != "parquet" else None
@@ -125,6 +134,13 @@ class OutputTable:
         else:
             self._answers.append(_batch_line(self._spec, index, line, row, outcome))
         self.size += len(line.data or b"") + _size(outcome)
+
+    def keep(self, line: Line, row: Row | RowError, answer: dict[str, Any]) -> None:
+        """A row whose answer is one that `answers_in` found in the same job's or another's output."""
+        if isinstance(self._spec.rows, RecordRows):
+            self._passed.add(line, row)
+        self._answers.append(answer)
+        self.size += 2 * len(line.data or b"")
 
     @property
     def rows(self) -> int:

@@ -26,9 +26,9 @@ from jobs.ledger import EQUAL_SHARES, FairShare, Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord
 from jobs.results import Outcome
-from jobs.retry import Kept, KeptAnswers
+from jobs.retry import KeptAnswers
 from jobs.rows import Row
-from jobs.spool import Spool
+from jobs.spool import Kept, Spool
 from jobs.storage import Stores
 from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
@@ -295,7 +295,7 @@ class Attempt:
         while (found := self._settled.pop(self._next_row, None)) is not None:
             planned, outcome = found
             if isinstance(outcome, Kept):
-                spool.keep(outcome.line, outcome.usage)
+                spool.keep(planned, outcome)
             else:
                 spool.add(planned, outcome)
             self._next_row += 1

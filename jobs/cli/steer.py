@@ -12,7 +12,6 @@ from jobs.cli.show import exit_code, follow, print_job, print_json, state_of
 from jobs.cli.terms import Expires, checked_terms, deadline
 from jobs.control import FIRST_TOKENS
 from jobs.errors import UsageError
-from jobs.layout import absolute_url
 from jobs.retry import retry_spec
 from jobs.submit import enter
 
@@ -68,8 +67,7 @@ def retry(
     changes = {name: value for name, value in given.items() if value is not None}
     own = {"expires_at": None if expires is None else deadline(expires, time.time())}
     terms = checked_terms(**{**parent.terms.model_dump(), **changes, **own})
-    output_url = None if output is None else absolute_url(output)
-    spec = retry_spec(parent, view, output_url, terms, client.stores)
+    spec = retry_spec(parent, view, output, terms, client.stores)
     enter(spec, client.ledger, client.stores, client.tokens)
     if not wait:
         print_json(client.ledger.view(spec.id).as_dict()) if json else typer.echo(spec.id)

@@ -18,7 +18,7 @@ from jobs.output import Output
 from jobs.records import SegmentRecord
 from jobs.spec import JobSpec
 from tests.jobs.commands import Command, commands
-from tests.jobs.site import Site, prompts
+from tests.jobs.site import Site
 from tests.servers import ValkeyServer
 
 MIXED = [{"prompt": f"question {n}"} if n % 5 else {"text": n} for n in range(10)]

@@ -1,5 +1,6 @@
 """What people ask of a job while it runs: slow rows, identical rows, a pause, a deadline, and its failed rows again."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from engine.errors import RequestError
 from engine.outputs import EngineOutput, RequestOutput
 from jobs.errors import PagemillError, UsageError
 from jobs.output import Output
+from jobs.reading import json_lines
 from jobs.records import SegmentRecord
 from jobs.retry import retry_spec
 from jobs.sampling import Sampling
@@ -54,7 +56,9 @@ def finished(bench: Bench, spec: JobSpec) -> list[Any]:
     bench.work(spec)
     bench.site.control.assemble(spec.id)
     assert bench.site.ledger.state(spec.id) == "completed"
-    return bench.site.rows(spec.output_url)
+    stores = bench.site.stores
+    pieces = json_lines(stores.head(spec.output_url), spec.output, stores)
+    return [json.loads(line) for line in b"".join(pieces).splitlines()]
 
 
 def answer_all_but(engines: Engines, *prompts: str) -> None:
@@ -258,9 +262,12 @@ def openai_rows(count: int) -> list[Any]:
 
 
 FAILING = ("question 1", "question 5", "question 6")
+TABLE = {"output": Output(format="parquet")}
 SHAPES: dict[str, tuple[Callable[[int], list[Any]], dict[str, Any]]] = {
     "records": (lambda count: [{"prompt": f"question {n}", "n": n} for n in range(count)], {}),
     "openai": (openai_rows, {"rows": OpenAIRows()}),
+    "records in a table": (lambda count: [{"prompt": f"question {n}", "n": n} for n in range(count)], TABLE),
+    "openai in a table": (openai_rows, {"rows": OpenAIRows(), **TABLE}),
 }
 
 
@@ -271,7 +278,9 @@ def comparable(rows: list[Any]) -> list[Any]:
             row.pop(name, None)
         if isinstance(row["response"], dict):
             row["response"].pop("request_id")
-            row["response"]["body"] = {k: v for k, v in row["response"]["body"].items() if k not in ("id", "created")}
+            body = row["response"]["body"]
+            body = json.loads(body) if isinstance(body, str) else body
+            row["response"]["body"] = {k: v for k, v in body.items() if k not in ("id", "created")}
     return rows
 
 
@@ -404,6 +413,7 @@ def test_what_cannot_run_again_says_why(bench: Bench, engines: Engines) -> None:
     engines.rules = refusing("question 1")
     parent = site.planned(4)
     finished(bench, parent)
+    assert refused(parent, "out.parquet")[0] == "output_format"
     for url in (parent.output_url, parent.input.files[0].url):
         assert refused(parent, url) == ("usage", f"{url} belongs to job {parent.id}.")
     assert site.ledger.job_ids(10)[0] == parent.id
