@@ -1,5 +1,7 @@
 """Logprobs against Transformers' log-softmax: of answers and prompts, in chunks, preempted, of several choices."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from engine import LLM, SamplingParams
+from engine.batch import SamplingBatch
 from engine.logprobs import likeliest, token_logprobs
 from engine.plan import PlanRow
 from engine.prompt_logprobs import prompt_logprobs
+from engine.sampler import sample
 from tests.engine.models_fixture import tiny_llama
 from tests.engine.toy import request
 
@@ -34,6 +38,19 @@ def test_a_rank_counts_the_tokens_that_are_likelier_so_that_equals_share_it():
     log_probs = torch.tensor([[-1.0, -2.0, -1.0, -3.0, -2.0]]).repeat(5, 1)
     ranks = [entry.rank for entry in token_logprobs(log_probs, [0, 1, 2, 3, 4], [0] * 5)]
     assert ranks == [1, 3, 1, 5, 3]
+
+
+@pytest.mark.parametrize("tied", [[3], [3, 5], [0, 3, 5, 11]])
+def test_a_greedy_token_among_equals_is_the_first_of_the_likeliest_and_of_rank_one(tied):
+    logits = torch.zeros(1, 12)
+    logits[0, tied] = 4.0
+    logits[0, 7] = 2.0
+    batch = SamplingBatch([0.0], [0], [1.0], [0.0], [1], [0], num_logprobs={0: 12})
+    (drawn,) = sample(logits, batch)
+    entry = drawn.logprobs
+    assert (drawn.token_id, entry.token_id, entry.rank) == (tied[0], tied[0], 1)
+    assert [token_id for token_id, _ in entry.top[: len(tied) + 1]] == [*tied, 7]
+    assert sum(math.exp(logprob) for _, logprob in entry.top) == pytest.approx(1, abs=1e-6)
 
 
 @pytest.fixture(scope="module")

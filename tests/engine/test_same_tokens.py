@@ -86,6 +86,18 @@ def test_a_tiny_llamas_rows_are_answered_alike_in_every_way(tmp_path):
     check_same(loaded, rows, expected, few_blocks=33)
 
 
+def test_seeded_answers_are_the_same_alone_and_in_a_batch_of_256(tmp_path):
+    loaded = load(str(tiny_llama(tmp_path)), dtype=torch.float32, device=CPU)
+    rows = [
+        NewRequest(index, [index, *range(index % 7)], SamplingParams(seed=index // 2, max_tokens=8, ignore_eos=True))
+        for index in range(256)
+    ]
+    together, stats = answers(loaded, rows, max_num_seqs=256)
+    assert stats.steps <= 9, "all of them share all their steps but the first"
+    assert together == answers(loaded, rows, max_num_seqs=1, enable_prefix_caching=False)[0]
+    assert len({tokens[0] for tokens in together.values()}) == 256
+
+
 @pytest.mark.model
 def test_smollm2s_rows_are_answered_alike_in_every_way():
     loaded = load("demo", dtype=torch.float32, device=CPU)
