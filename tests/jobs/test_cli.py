@@ -90,6 +90,14 @@ BAD_COMMANDS: dict[str, tuple[tuple[str, ...], str, str]] = {
     ),
     "an unknown scheme": (("submit", "gs://b/k", *RECORDS), "usage", "no storage for gs://"),
     "an output in an unknown scheme": (("submit", "in.jsonl", *RECORDS, "-o", "gs://b/k"), "usage", "gs://"),
+    "an output of another form": (
+        ("submit", "in.jsonl", *RECORDS, "-o", "out.jsonl", "--output-format", "parquet"),
+        "output_format",
+        "--output-format parquet contradicts the output's name",
+    ),
+    "an output of no form": (("submit", "in.jsonl", *RECORDS, "-o", "out.csv"), "output_format", "ends with .csv"),
+    "an output format that is none": (("submit", "in.jsonl", *RECORDS, "--output-format", "csv"), "usage", "'csv'"),
+    "an output folder that is full": (("submit", "in.jsonl", *RECORDS, "-o", "./"), "output_not_empty", "not empty"),
     "an output that is the input": (("submit", "in.jsonl", *RECORDS, "-o", "in.jsonl"), "usage", "overwrite"),
     "a temperature out of range": (
         ("submit", "in.jsonl", *RECORDS, "--temperature", "5"),
@@ -320,6 +328,32 @@ def test_a_job_is_followed_to_its_end_and_read(pagemill: Command, site: Site, jo
     assert (failed["line"], failed["byte"], failed["error"]["code"]) == (3, 32, "missing_required_parameter")
     cancelled = pagemill("cancel", job, "--json")
     assert cancelled.error["code"] == "not_cancellable"
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl.zst", "parquet/", "jsonl.gz/"])
+def test_results_of_every_form_are_printed_as_lines_and_copied_as_they_are(
+    name: str, pagemill: Command, site: Site, folder: Path
+) -> None:
+    form = ("--output-format", name.rstrip("/")) if name.endswith("/") else ()
+    job = pagemill("submit", "in.jsonl", *RECORDS, "-o", name, *form).out.strip()
+    site.control.plan(job)
+    site.work(site.ledger.spec(job))
+    site.control.assemble(job)
+    printed = pagemill("results", job).out
+    assert [json.loads(line)["response"] for line in printed.splitlines()] == ["answer 0", "answer 1", None]
+    assert pagemill("results", job, "-o", "lines.jsonl").code == EXIT_DONE
+    assert (folder / "lines.jsonl").read_text() == printed
+    copy = f"copy.{name}"
+    assert pagemill("results", job, "-o", copy).code == EXIT_DONE
+    copied = {path.name: path.read_bytes() for path in (folder / copy).glob("*")} or (folder / copy).read_bytes()
+    assert copied == (
+        {path.name: path.read_bytes() for path in (folder / name).glob("*")} or (folder / name).read_bytes()
+    )
+    other = pagemill("results", job, "-o", "other.jsonl.gz" if "gz" not in name else "other.parquet", "--json")
+    assert other.error["code"] == "output_format"
+    sizes = [path.stat().st_size for path in [folder / name, *(folder / name).glob("part-*")] if path.is_file()]
+    assert pagemill("results", job, "--json").json == {"url": f"file://{folder}/{name}", "size": sum(sizes)}
+    assert json.loads(pagemill("errors", job).out)["line"] == 3
 
 
 def test_a_job_that_failed_lists_its_bad_rows(pagemill: Command, site: Site) -> None:
