@@ -6,7 +6,8 @@
     jobs/<id>/in/000000.csv.gz                         the input's files, where workers could not read the originals
     jobs/<id>/in/<random>.jsonl                        their rows, where those cannot be read from the files in parts
     jobs/<id>/source.json                              what the shards are parts of, where it is not just the input
-    jobs/<id>/att/<shard>/<fence>-<attempt>.jsonl      the segment of one attempt, and its errors beside it
+    jobs/<id>/att/<shard>/<fence>-<attempt>.jsonl      the segment of one attempt, and its errors beside it; its
+                                                       suffix is the output's, its errors are JSON lines
     jobs/<id>/att/<shard>/<fence>-<attempt>.json       its record, put after both: the segment is whole
     jobs/<id>/remaining.jsonl                          what a cancelled job has not done, ready to submit
     jobs/<id>/manifest.json                            written last: what the result consists of

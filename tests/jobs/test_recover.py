@@ -9,6 +9,7 @@ from jobs.broker import PLAN
 from jobs.errors import ObjectNotFound
 from jobs.layout import attempt_object
 from jobs.ledger import Lease
+from jobs.output import Output
 from jobs.planner import load_plan
 from jobs.records import SegmentRecord
 from jobs.recover import Unusable, lost_jobs, recover
@@ -61,10 +62,11 @@ def undisturbed(site: Site, spec: JobSpec) -> bytes:
     return finish(site, again)
 
 
-def test_a_job_goes_on_where_it_was_and_gives_the_same_bytes(any_site: Site) -> None:
+@pytest.mark.parametrize("form", [Output(), Output(compression="gzip"), Output(format="parquet")], ids=lambda f: f.name)
+def test_a_job_goes_on_where_it_was_and_gives_the_same_bytes(any_site: Site, form: Output) -> None:
     """Shards 0 and 2 are committed, 1 and 3 are at work when everything in Redis is gone."""
     site = any_site
-    spec = site.submit(MIXED)
+    spec = site.submit(MIXED, output=form)
     site.control.plan(spec.id)
     leases = [leased(site, spec) for _ in range(4)]
     for lease in (leases[2], leases[0]):
