@@ -28,7 +28,7 @@ CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 EMBEDDINGS_URL = "/v1/embeddings"
 
-_LINE_FIELDS = ("custom_id", "method", "url", "body")
+LINE_FIELDS = ("custom_id", "method", "url", "body")
 MAX_CUSTOM_ID = 512
 # These two are spelled in OpenAI's own ways, see `_logprobs` and `_structured_output`.
 _SAMPLING = {name: f"body.{name}" for name in Sampling.model_fields if name not in ("logprobs", "structured_output")}
@@ -75,11 +75,11 @@ class Request(NamedTuple):
 
 def read_request(record: dict[str, Any], spec: JobSpec) -> Request:
     """What an OpenAI batch line asks for. Raises RowRefused."""
-    for name in _LINE_FIELDS:
+    for name in LINE_FIELDS:
         if record.get(name) is None:
             raise RowRefused("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
-    if len(record) > len(_LINE_FIELDS):
-        extra = next(name for name in record if name not in _LINE_FIELDS)
+    if len(record) > len(LINE_FIELDS):
+        extra = next(name for name in record if name not in LINE_FIELDS)
         raise RowRefused("unknown_parameter", f"Unknown parameter: {shown(extra)}.", extra[:SHOWN])
     _check_custom_id(record["custom_id"])
     if record["method"] != "POST":

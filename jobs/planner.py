@@ -20,7 +20,7 @@ from jobs.duplicates import IdDigests, Repeats
 from jobs.errors import InputChanged, PagemillError, RowError
 from jobs.formats.jsonl import Line
 from jobs.lines import read_lines
-from jobs.pooling import Pooling
+from jobs.quick_check import answer_tokens, quick_check
 from jobs.row_fields import shown
 from jobs.rows import Row, parse_row
 from jobs.settings import Settings
@@ -49,8 +49,6 @@ MAX_SHARDS = 10_000
 """About how many shards the tokens of a large input are cut into: the ledger holds each one."""
 
 _BYTES_PER_TOKEN = 4
-_ANSWER_TOKENS = 256
-"""The guess for an answer without a limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +84,25 @@ def plan(
     digests = IdDigests()
     errors = RowErrors()
     finder = schema_finder(spec)
-    everything = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, size))
-    for planned in islice(everything, spec.input.limit):
-        if finder is not None:
-            finder.add(planned.line, planned.row)
-        match planned.row:
-            case RowError() as error:
-                errors.add(error)
-                cutter.add(planned.line, 0)
-            case row:
-                cutter.add(planned.line, _tokens(planned.line, row))
-                if row.custom_id is not None:
-                    digests.add(row.custom_id)
+    # A table's columns are found in the rows themselves, all of them.
+    look = quick_check(spec) if finder is None else None
+    everything = _lines(spec, stores, source, lambda size: on_progress(cutter.rows, size))
+    for line in islice(everything, spec.input.limit):
+        data = line.data or b""
+        if look is not None and (good := look(data)) is not None:
+            custom_id, tokens = good
+        else:
+            row = parse_row(line, spec)
+            if finder is not None:
+                finder.add(line, row)
+            if isinstance(row, RowError):
+                errors.add(row)
+                cutter.add(line, 0)
+                continue
+            custom_id, tokens = row.custom_id, answer_tokens(row.params)
+        cutter.add(line, len(data) // _BYTES_PER_TOKEN + tokens)
+        if custom_id is not None:
+            digests.add(custom_id)
     if cutter.rows == 0:
         raise PagemillError("The input has no rows.", code="empty_file", hint="Each line is to be a JSON object.")
     shards = cutter.finish()
@@ -141,20 +146,16 @@ def _whole(source: Source) -> Shard:
     return Shard(index=0, first_row=0, rows=0, start=0, end=source.end, first_line=1)
 
 
+def _lines(spec: JobSpec, stores: Store, source: Source, on_read: Callable[[int], None]) -> Iterator[Line]:
+    return read_lines(spec, stores, source, 0, source.end, 1, on_read)
+
+
 def _read(
     spec: JobSpec, stores: Store, source: Source, part: Shard, on_read: Callable[[int], None]
 ) -> Iterator[PlannedRow]:
     lines = read_lines(spec, stores, source, part.start, part.end, part.first_line, on_read)
     for index, line in enumerate(lines, part.first_row):
         yield PlannedRow(index, line, parse_row(line, spec))
-
-
-def _tokens(line: Line, row: Row) -> int:
-    """A guess at the tokens that a row costs, prompt and answer."""
-    prompt = len(line.data or b"") // _BYTES_PER_TOKEN
-    if isinstance(row.params, Pooling):
-        return prompt
-    return prompt + (row.params.n or 1) * (row.params.max_tokens or _ANSWER_TOKENS)
 
 
 class _Cutter:
@@ -168,39 +169,39 @@ class _Cutter:
         )
         self._max_rows = limits.max_shard_rows
         self._shards: list[Shard] = []
-        self._start, self._end = 0, 0
-        self._first_row, self.rows = 0, 0
-        self._first_line, self._next_line = 1, 1
+        self._start, self._first_row, self._first_line = 0, 0, 1
+        self._last: Line | None = None
         self._tokens = 0
+        self.rows = 0
 
     def add(self, line: Line, tokens: int) -> None:
         self.rows += 1
-        self._end = self._source.starts[line.file] + line.end
-        self._next_line = line.number + 1
+        self._last = line
         self._tokens += tokens
         if self._tokens >= self._max_tokens or self.rows - self._first_row >= self._max_rows:
-            self._cut()
+            self._cut(line)
 
     def finish(self) -> list[Shard]:
         """The shards. Where all rows were asked for, the last one has the blank lines at the end of the file too."""
-        if self.rows > self._first_row:
-            self._cut()
+        if self._last is not None and self.rows > self._first_row:
+            self._cut(self._last)
         if self._limit is None:
             self._shards[-1] = replace(self._shards[-1], end=self._source.end)
         return self._shards
 
-    def _cut(self) -> None:
+    def _cut(self, last: Line) -> None:
+        end = self._source.starts[last.file] + last.end
         self._shards.append(
             Shard(
                 index=len(self._shards),
                 first_row=self._first_row,
                 rows=self.rows - self._first_row,
                 start=self._start,
-                end=self._end,
+                end=end,
                 first_line=self._first_line,
             )
         )
-        self._start, self._first_row, self._first_line = self._end, self.rows, self._next_line
+        self._start, self._first_row, self._first_line = end, self.rows, last.number + 1
         self._tokens = 0
 
 

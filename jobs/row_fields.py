@@ -69,11 +69,11 @@ def read_messages(value: Any, param: str) -> tuple[Message, ...]:
         raise RowRefused("invalid_value", f"Invalid '{param}': an empty array of messages.", param)
     messages: list[Message] = []
     for index, item in enumerate(value):
-        messages.append(item if _is_plain(item) else _message(item, f"{param}[{index}]"))
+        messages.append(item if is_plain_message(item) else _message(item, f"{param}[{index}]"))
     return tuple(messages)
 
 
-def _is_plain(item: Any) -> bool:
+def is_plain_message(item: Any) -> bool:
     """Whether the item is a message as it should be: nearly all are, and need no copy."""
     if type(item) is not dict or len(item) != 2:
         return False

@@ -8,10 +8,12 @@ from pydantic_core import from_json
 
 from jobs.errors import RowError
 from jobs.formats.csv_rows import REFUSED
+from jobs.formats.json_keys import count_keys, repeated_key
 from jobs.formats.jsonl import Line
 from jobs.openai_rows import MAX_CUSTOM_ID, Request, read_request
 from jobs.pooling import Pooling
 from jobs.row_fields import (
+    SHOWN,
     Kind,
     Message,
     Prompt,
@@ -20,6 +22,7 @@ from jobs.row_fields import (
     read_prompt,
     read_sampling,
     refuse_lone_surrogates,
+    shown,
 )
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, RecordRows
@@ -28,7 +31,7 @@ from jobs.templates import render, render_json
 MAX_DEPTH = 64
 
 # The parameters that a record may set for itself. Not all: a column called `n` is more likely to be data.
-_SAMPLING_COLUMNS = {
+SAMPLING_COLUMNS = {
     name: name
     for name in (
         *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed"),
@@ -135,7 +138,7 @@ def _read_record(record: dict[str, Any], shape: RecordRows, spec: JobSpec) -> Re
     if shape.embed:
         return Request("embedding", (_prompt(record, shape),), spec.pooling, spec.lora)
     fields = _parsed_cells(record) if spec.input.format in ("csv", "tsv") else record
-    sampling = read_sampling(fields, _SAMPLING_COLUMNS, spec.sampling)
+    sampling = read_sampling(fields, SAMPLING_COLUMNS, spec.sampling)
     if shape.messages_column is not None or shape.messages_template is not None:
         return Request("chat", (_messages(record, shape, spec),), sampling, spec.lora)
     prompt = _prompt(record, shape)
@@ -174,7 +177,7 @@ def _messages(record: dict[str, Any], shape: RecordRows, spec: JobSpec) -> tuple
 
 def _parsed_cells(record: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters of a CSV's row: numbers and lists are written as in JSON, and an empty cell sets none."""
-    return {name: _parsed(record[name]) for name in _SAMPLING_COLUMNS if record.get(name, "") != ""}
+    return {name: _parsed(record[name]) for name in SAMPLING_COLUMNS if record.get(name, "") != ""}
 
 
 def _parsed(value: Any) -> Any:
@@ -217,6 +220,8 @@ def _parse_object(data: bytes) -> tuple[dict[str, Any], bool]:
         raise _not_json(f"It nests more than {MAX_DEPTH} levels deep.")
     if type(value) is not dict:
         raise RowRefused("not_an_object", "This line is JSON, but not an object.")
+    if (key := repeated_key(data, count_keys(value))) is not None:
+        raise RowRefused("duplicate_key", f"The key {shown(key)} stands twice in one object.", key[:SHOWN])
     return value, has_surrogates
 
 
