@@ -6,6 +6,7 @@ beyond 64 bits, or beyond 53 among floating-point ones. A column of nothing but 
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from typing import Any
 
 import pyarrow as pa
@@ -125,7 +126,7 @@ def _field(name: str, seen: _Seen) -> pa.Field:
 def encoder_of(field: pa.Field) -> Encoder | None:
     """What makes a JSON value one that Arrow takes for this field; None where it takes them as they are."""
     if field.metadata is not None and field.metadata.get(b"pagemill") == b"json":
-        return lambda value: None if value is None else dumps(value).decode()
+        return lambda value: None if value is None else _json_text(value)
     if pa.types.is_list(field.type):
         of_item = encoder_of(field.type.value_field)
         return None if of_item is None else lambda items: items if items is None else [of_item(item) for item in items]
@@ -133,6 +134,26 @@ def encoder_of(field: pa.Field) -> Encoder | None:
         inner = {sub.name: made for sub in field.type.fields if (made := encoder_of(sub)) is not None}
         return _object_encoder(inner) if inner else None
     return None
+
+
+def _json_text(value: Any) -> str:
+    try:
+        return dumps(value).decode()
+    except ValueError:
+        return dumps(_without_infinities(value)).decode()
+
+
+def _without_infinities(value: Any) -> Any:
+    """With null for numbers beyond floating point: they were read as infinities, which JSON does not have."""
+    match value:
+        case float():
+            return value if isfinite(value) else None
+        case list():
+            return [_without_infinities(item) for item in value]
+        case dict():
+            return {name: _without_infinities(item) for name, item in value.items()}
+        case _:
+            return value
 
 
 def _object_encoder(inner: Mapping[str, Encoder]) -> Encoder:
