@@ -17,7 +17,6 @@
 Every change is one Lua script that may be run twice: the client repeats a command whose reply was lost.
 """
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,30 +25,25 @@ from itertools import islice
 from typing import Any, Literal, cast
 
 import redis
-from redis.backoff import ExponentialWithJitterBackoff
 from redis.commands.core import Script
 from redis.lock import Lock
-from redis.retry import Retry
 
-from jobs.errors import RowError, ServiceUnreachable, UsageError
+from jobs.errors import RowError, UsageError
+from jobs.ledger_fields import counts, dump_errors, result_fields, view_of
 from jobs.records import (
-    TERMINAL,
     DeadShard,
     JobView,
     Manifest,
     SegmentRecord,
-    Usage,
     WorkerView,
     load_record,
 )
-from jobs.settings import mask
 from jobs.shards import Plan, Shard, dump_shard, load_shard
 from jobs.spec import JobSpec, model_key
 
 Verdict = Literal["ok", "superseded", "lost", "stop"]
 Ending = Literal["completed", "cancelled", "expired"]
 
-_COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
 _TIMES = ("in_progress_at", "started_at", "finalizing_at")
 _CHUNK = 500
 _UNDRIVEN = "no control worker plans, assembles and sweeps; start `pagemill worker --control`"
@@ -67,57 +61,6 @@ class Lease:
     @property
     def job_id(self) -> str:
         return self.spec.id
-
-
-def connect(url: str) -> redis.Redis:
-    """A client of the ledger's server that has answered once.
-
-    Raises ServiceUnreachable with the address, and UsageError for a URL that is none or a server that is a cluster.
-    """
-    try:
-        client = redis.Redis.from_url(
-            url,
-            decode_responses=True,
-            socket_timeout=10,
-            socket_connect_timeout=5,
-            health_check_interval=25,
-            retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=2), 6),
-            client_name="pagemill-ledger",
-        )
-        probe = redis.Redis.from_url(
-            url, socket_connect_timeout=5, socket_timeout=5, retry=Retry(ExponentialWithJitterBackoff(), 0)
-        )
-        server = probe.info("server")
-        probe.close()
-    except ValueError as error:
-        raise UsageError(
-            f"{mask(url)!r} is no Redis URL: {error}", hint="Use redis://host:port/db or unix:///path."
-        ) from error
-    except redis.AuthenticationError as error:
-        raise ServiceUnreachable(
-            f"Redis at {mask(url)} refuses the credentials: {error}",
-            hint="Check the user and password in PAGEMILL_REDIS_URL.",
-        ) from error
-    except redis.RedisError as error:
-        raise unreachable(url, error) from error
-    # Redis and Valkey call it by different names.
-    if "cluster" in (server.get("redis_mode"), server.get("server_mode")):
-        raise UsageError(
-            f"{mask(url)} is a Redis Cluster, which Celery cannot use as a broker.",
-            hint="Use a single server or Sentinel.",
-        )
-    return client
-
-
-def unreachable(url: str, error: Exception) -> ServiceUnreachable:
-    """The error that says that the ledger's server does not answer, and what to check."""
-    local = url.startswith("unix://")
-    hint = (
-        "Start it with `pagemill up`, or set PAGEMILL_REDIS_URL."
-        if local
-        else "Is it running, and PAGEMILL_REDIS_URL right?"
-    )
-    return ServiceUnreachable(f"Redis at {mask(url)} does not answer: {error}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,21 +142,21 @@ class Ledger:
         waiting = iter(sorted(segments.items()))
         while True:
             some = list(islice(waiting, _CHUNK))
-            args = [item for shard, record in some for item in (shard, record.model_dump_json(), *_counts(record))]
+            args = [item for shard, record in some for item in (shard, record.model_dump_json(), *counts(record))]
             reply = cast(str, self._run("adopt", self._keys(job_id, "job", "ready", "commit"), [fence, *args]))
             if reply != "ok" or len(some) < _CHUNK:
                 return reply
 
     def open(self, spec: JobSpec, *, shards: int, rows: int, errors: Sequence[RowError], error_count: int) -> str:
         """The plan is complete: workers may lease. 'ok', or the state that forbids it."""
-        fields = {"rows": rows, "errors": _dump_errors(errors), "error_count": error_count}
+        fields = {"rows": rows, "errors": dump_errors(errors), "error_count": error_count}
         return cast(str, self._run("open", self._keys(spec.id, "job"), [spec.id, shards, _now(), *_flat(fields)]))
 
     def fail(
         self, job_id: str, errors: Sequence[RowError], *, error_count: int, error_url: str | None, from_state: str
     ) -> str:
         """End a job that can give no result."""
-        fields = {"errors": _dump_errors(errors), "error_count": error_count, "error_url": error_url or ""}
+        fields = {"errors": dump_errors(errors), "error_count": error_count, "error_url": error_url or ""}
         return self._finish(job_id, from_state, "failed", fields)
 
     def finish(self, manifest: Manifest, from_state: str) -> str:
@@ -221,7 +164,7 @@ class Ledger:
 
         The manifest's counts replace the commits', which know nothing of the rows of dead shards.
         """
-        return self._finish(manifest.job_id, from_state, manifest.state, _result(manifest), manifest.ended_at)
+        return self._finish(manifest.job_id, from_state, manifest.state, result_fields(manifest), manifest.ended_at)
 
     def restore(self, manifest: Manifest, plan: Plan) -> str:
         """End a job that another ledger saw end, as its manifest says. 'ok', or the state that forbids it."""
@@ -229,10 +172,10 @@ class Ledger:
             "rows": plan.rows,
             "total": len(plan.shards),
             "settled": len(manifest.segments),
-            "errors": _dump_errors(plan.first_errors),
+            "errors": dump_errors(plan.first_errors),
             "error_count": plan.bad,
             **{name: at for name in _TIMES if (at := getattr(manifest, name)) is not None},
-            **_result(manifest),
+            **result_fields(manifest),
         }
         return self._finish(manifest.job_id, "validating", manifest.state, fields, manifest.ended_at)
 
@@ -260,7 +203,7 @@ class Ledger:
 
     def overdue(self) -> list[str]:
         """The jobs whose deadline has passed by the server's clock, and that have not ended."""
-        seconds, _ = cast(tuple[int, int], self.client.time())
+        seconds, _ = self.client.time()
         return cast(list[str], self.client.zrangebyscore("pm:deadlines", "-inf", seconds))
 
     def expire_job(self, job_id: str) -> str:
@@ -281,7 +224,7 @@ class Ledger:
         if raw is None or load_record(cast(str, raw)) != record:
             return False
         keys = self._keys(spec.id, "job", "ready", "commit", "tries")
-        return bool(self._run("reopen", keys, [spec.id, shard, raw, *_counts(record)]))
+        return bool(self._run("reopen", keys, [spec.id, shard, raw, *counts(record)]))
 
     # --- leases -------------------------------------------------------------------------------------------------
 
@@ -311,7 +254,7 @@ class Ledger:
     def commit(self, lease: Lease, record: SegmentRecord) -> Verdict:
         """Make the lease's segment the result of its shard: see lua/commit.lua."""
         keys = self._keys(lease.job_id, "job", "leases", "own", "commit", "progress")
-        args = [lease.job_id, lease.shard.index, lease.attempt, record.model_dump_json(), _now(), *_counts(record)]
+        args = [lease.job_id, lease.shard.index, lease.attempt, record.model_dump_json(), _now(), *counts(record)]
         return cast(Verdict, self._run("commit", keys, args))
 
     def give_back(self, lease: Lease) -> bool:
@@ -386,7 +329,7 @@ class Ledger:
         if "spec" not in fields:
             raise _no_such_job(job_id)
         spec = JobSpec.model_validate_json(fields["spec"])
-        view = _view(spec, fields, sum(map(int, progress)), leased)
+        view = view_of(spec, fields, sum(map(int, progress)), leased)
         return view if view.terminal else view.model_copy(update={"reason": self._reason(view, fields.get("stalled"))})
 
     # --- workers ------------------------------------------------------------------------------------------------
@@ -471,60 +414,6 @@ class Ledger:
 
 def _no_such_job(job_id: str) -> UsageError:
     return UsageError(f"There is no job {job_id!r}.", code="no_such_job", hint="`pagemill list` shows the jobs.")
-
-
-def _view(spec: JobSpec, fields: dict[str, str], in_flight: int, leased: int) -> JobView:
-    def number(name: str) -> int | None:
-        return int(fields[name]) if name in fields else None
-
-    state = cast(Any, fields["state"])
-    return JobView(
-        id=spec.id,
-        state=state,
-        model=spec.model,
-        created_at=spec.created_at,
-        tenant=spec.tenant,
-        priority=spec.priority,
-        parent=spec.parent and spec.parent.job_id,
-        paused="paused" in fields,
-        expires_at=spec.expires_at,
-        rows=number("rows"),
-        done=number("done") or 0,
-        failed=number("failed") or 0,
-        in_flight=in_flight,
-        shards=number("total"),
-        settled=number("settled") or 0,
-        leased=leased,
-        usage=Usage(**{name: number(name) or 0 for name in _COUNTERS[2:]}),
-        in_progress_at=number("in_progress_at"),
-        started_at=number("started_at"),
-        finalizing_at=number("finalizing_at"),
-        ended_at=number(f"{state}_at") if state in TERMINAL else None,
-        output_url=fields.get("output_url", spec.output_url),
-        error_url=fields.get("error_url") or None,
-        remaining_url=fields.get("remaining_url") or None,
-        errors=tuple(RowError.model_validate(error) for error in json.loads(fields.get("errors", "[]"))),
-        error_count=number("error_count") or 0,
-    )
-
-
-def _counts(of: SegmentRecord | Manifest) -> list[int]:
-    """In the order of `_COUNTERS`."""
-    usage = of.usage
-    return [of.ok, of.failed, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
-
-
-def _result(manifest: Manifest) -> dict[str, Any]:
-    return {
-        **dict(zip(_COUNTERS, _counts(manifest), strict=True)),
-        "output_url": manifest.output.url,
-        "error_url": manifest.errors.url if manifest.errors else "",
-        "remaining_url": manifest.remaining or "",
-    }
-
-
-def _dump_errors(errors: Sequence[RowError]) -> str:
-    return json.dumps([error.model_dump(exclude_none=True) for error in errors])
 
 
 def _flat(fields: dict[str, Any]) -> list[Any]:

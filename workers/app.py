@@ -16,8 +16,9 @@ from celery import Celery, signals
 from engine.config import EngineConfig
 from engine.info import EngineInfo
 from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, WORK, Tokens, make_app, model_queue
+from jobs.connection import connect
 from jobs.control import Control
-from jobs.ledger import FairShare, Ledger, connect
+from jobs.ledger import FairShare, Ledger
 from jobs.records import WorkerView
 from jobs.retry import KeptAnswers
 from jobs.settings import Settings

@@ -21,10 +21,11 @@ from typing import Any, cast
 from engine.config import EngineConfig
 from engine.process import EngineProcess
 from jobs.broker import Tokens, make_app
+from jobs.connection import connect
 from jobs.control import Control
 from jobs.errors import JobFailed
 from jobs.formats.jsonl import dumps
-from jobs.ledger import Ledger, connect
+from jobs.ledger import Ledger
 from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
 from jobs.settings import Settings

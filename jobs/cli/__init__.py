@@ -20,8 +20,8 @@ from jobs.cli.run_batch import FOREIGN_FLAGS, run_batch
 from jobs.cli.services import up
 from jobs.cli.steer import cancel, pause, resume, retry
 from jobs.cli.submit import submit
+from jobs.connection import unreachable
 from jobs.errors import PagemillError, UsageError
-from jobs.ledger import unreachable
 from jobs.settings import settings
 
 EXIT_INTERRUPTED = 130

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from jobs.broker import Tokens, make_app
-from jobs.ledger import Ledger, connect
+from jobs.connection import connect
+from jobs.ledger import Ledger
 from jobs.settings import Settings, settings
 from jobs.storage import Stores
 

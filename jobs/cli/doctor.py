@@ -11,8 +11,9 @@ from rich.table import Table
 
 from jobs.cli.options import Json
 from jobs.cli.show import print_json, stdout
+from jobs.connection import connect
 from jobs.errors import EXIT_UNREACHABLE, PagemillError
-from jobs.ledger import Ledger, connect
+from jobs.ledger import Ledger
 from jobs.recover import Unusable, lost_jobs
 from jobs.settings import Settings, mask, settings
 from jobs.storage import Stores

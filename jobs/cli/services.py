@@ -10,8 +10,8 @@ import typer
 
 from jobs.cli.logs import log_to_stderr
 from jobs.cli.options import EngineOptions, JsonLogs, Model, with_groups
+from jobs.connection import connect
 from jobs.errors import UsageError
-from jobs.ledger import connect
 from jobs.local.supervisor import Child, Supervisor
 from jobs.local.valkey import is_running, valkey_child
 from jobs.settings import Settings, settings

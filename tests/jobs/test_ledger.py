@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.connection import connect
 from jobs.errors import RowError, ServiceUnreachable, UsageError
-from jobs.ledger import Ledger, connect
+from jobs.ledger import Ledger
 from jobs.records import DeadShard
 from tests.jobs.ledgers import (
     TTL,

@@ -1,4 +1,4 @@
-"""Workers at once on one ledger, that crash, stall, give back and repeat themselves at every step."""
+"""Workers at once on one ledger, that crash, stall, give back and repeat themselves; the job is held now and then."""
 
 import random
 import threading
@@ -96,6 +96,9 @@ def test_workers_that_crash_stall_and_repeat_themselves_settle_each_shard_once(s
         thread.start()
     while any(thread.is_alive() for thread in threads):
         ledger.expire(spec.id)
+        ledger.pause(spec.id)
+        threads[0].join(TTL / 10)
+        ledger.resume(spec.id)
         threads[0].join(TTL / 2)
 
     seen = sum((worker.seen for worker in workers), Counter[str]())

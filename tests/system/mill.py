@@ -15,8 +15,9 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from jobs.broker import model_queue, queue_key
+from jobs.connection import connect
 from jobs.errors import ServiceUnreachable
-from jobs.ledger import Ledger, connect
+from jobs.ledger import Ledger
 from jobs.records import JobView, WorkerView
 from jobs.settings import Settings
 

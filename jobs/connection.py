@@ -1,0 +1,59 @@
+"""Connecting to the ledger's server."""
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry
+
+from jobs.errors import ServiceUnreachable, UsageError
+from jobs.settings import mask
+
+
+def connect(url: str) -> redis.Redis:
+    """A client of the ledger's server that has answered once.
+
+    Raises ServiceUnreachable with the address, and UsageError for a URL that is none or a server that is a cluster.
+    """
+    try:
+        client = redis.Redis.from_url(
+            url,
+            decode_responses=True,
+            socket_timeout=10,
+            socket_connect_timeout=5,
+            health_check_interval=25,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.1, cap=2), 6),
+            client_name="pagemill-ledger",
+        )
+        probe = redis.Redis.from_url(
+            url, socket_connect_timeout=5, socket_timeout=5, retry=Retry(ExponentialWithJitterBackoff(), 0)
+        )
+        server = probe.info("server")
+        probe.close()
+    except ValueError as error:
+        raise UsageError(
+            f"{mask(url)!r} is no Redis URL: {error}", hint="Use redis://host:port/db or unix:///path."
+        ) from error
+    except redis.AuthenticationError as error:
+        raise ServiceUnreachable(
+            f"Redis at {mask(url)} refuses the credentials: {error}",
+            hint="Check the user and password in PAGEMILL_REDIS_URL.",
+        ) from error
+    except redis.RedisError as error:
+        raise unreachable(url, error) from error
+    # Redis and Valkey call it by different names.
+    if "cluster" in (server.get("redis_mode"), server.get("server_mode")):
+        raise UsageError(
+            f"{mask(url)} is a Redis Cluster, which Celery cannot use as a broker.",
+            hint="Use a single server or Sentinel.",
+        )
+    return client
+
+
+def unreachable(url: str, error: Exception) -> ServiceUnreachable:
+    """The error that says that the ledger's server does not answer, and what to check."""
+    local = url.startswith("unix://")
+    hint = (
+        "Start it with `pagemill up`, or set PAGEMILL_REDIS_URL."
+        if local
+        else "Is it running, and PAGEMILL_REDIS_URL right?"
+    )
+    return ServiceUnreachable(f"Redis at {mask(url)} does not answer: {error}", hint=hint)
