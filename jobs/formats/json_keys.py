@@ -32,8 +32,8 @@ def count_keys(value: Any) -> int:
     for box in boxes:  # grows as it is gone through
         if type(box) is dict:
             count += len(box)
-            box = box.values()
-        boxes += [item for item in box if type(item) is dict or type(item) is list]
+        items = box.values() if type(box) is dict else box
+        boxes += [item for item in items if type(item) is dict or type(item) is list]
     return count
 
 
