@@ -149,6 +149,28 @@ def test_a_lease_that_runs_out_while_a_job_is_paused_waits_for_the_resume(site: 
     assert site.lease(spec) is not None
 
 
+def test_a_job_that_was_paused_and_is_done_runs_a_lost_shard_again(site: Site) -> None:
+    spec = site.planned(4)
+    lease = site.lease(spec)
+    assert lease is not None
+    site.ledger.pause(spec.id)
+    record = site.segment(lease)
+    assert site.ledger.commit(lease, record) == "ok"
+    assert site.ledger.reopen(spec, 0, record)
+    assert site.lease(spec) is not None
+
+
+def test_an_expired_job_s_shards_do_not_run_again(site: Site) -> None:
+    spec = site.planned(8, expires_at=2**40)
+    lease = site.lease(spec)
+    assert lease is not None
+    record = site.segment(lease)
+    site.ledger.commit(lease, record)
+    site.ledger.client.hset(key(spec.id, "job"), "expires_at", 1)
+    assert site.ledger.expire_job(spec.id) == "ok"
+    assert not site.ledger.reopen(spec, 0, record)
+
+
 def test_other_jobs_run_while_one_is_paused(site: Site) -> None:
     held, other = site.planned(8, priority=9), site.planned(8)
     site.ledger.pause(held.id)

@@ -106,12 +106,25 @@ def test_a_row_that_an_engine_took_to_its_grave_has_all_its_time_again(bench: Be
     engines.by_hand = True
     call = bench.context.host.submit(EngineRequest("a", None))  # type: ignore[arg-type]
     before = call.began_at
-    assert before is not None
+    while_down: list[float | None] = []
+    engines.on_start = lambda: while_down.append(call.began_at)
     engines.last.die()
     engines.wait_for(2)
     engines.last.wait_for(1)
+    assert before is not None
+    assert while_down == [None]
     assert call.began_at is not None
     assert call.began_at > before
+
+
+def test_a_row_that_is_given_up_before_it_had_a_seat_takes_none(bench: Bench, engines: Engines) -> None:
+    engines.by_hand = True
+    host = bench.context.host
+    calls = [host.submit(EngineRequest(str(n), None)) for n in range(INFO.max_num_seqs + 1)]  # type: ignore[arg-type]
+    host.abort(calls[-1:])
+    engines.last.step()
+    again = [host.submit(EngineRequest(str(n), None)) for n in range(INFO.max_num_seqs)]  # type: ignore[arg-type]
+    assert all(call.began_at is not None for call in again)
 
 
 # --- identical rows -----------------------------------------------------------------------------------------------
@@ -205,7 +218,13 @@ def test_a_job_that_is_done_although_it_was_paused_ends(bench: Bench, engines: E
 def test_a_job_whose_deadline_passes_is_left_within_two_beats_and_keeps_what_is_done(
     bench: Bench, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site, beat, beats = bench.site, bench.site.ledger.beat, []
+    site, beat = bench.site, bench.site.ledger.beat
+    beats: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        beats.append(1)
+        return beat(*args)
+
     spec = site.planned(12, expires_at=2**40)
     site.work(spec, shards=1)
     engines.by_hand = True
@@ -213,7 +232,7 @@ def test_a_job_whose_deadline_passes_is_left_within_two_beats_and_keeps_what_is_
         engines.last.wait_for(WINDOW)
         pass_deadline(site, spec)
         site.control.sweep()
-        monkeypatch.setattr(site.ledger, "beat", lambda *args: beats.append(1) or beat(*args))
+        monkeypatch.setattr(site.ledger, "beat", counted)
         engines.last.wait_until_empty()
         assert len(beats) <= 2
     site.control.assemble(spec.id)
