@@ -125,7 +125,10 @@ def estimate(
     scale = (planned.rows - planned.bad) / max(count.rows, 1)
     prompts = count.prompts(scale)
     answers = None if count.unlimited else round(count.answers * scale)
-    fit = prompts and profile and _fit(prompts, count, profile)
+    fit = duration = None
+    if prompts is not None and profile is not None:
+        fit = _fit(prompts, count, profile)
+        duration = None if answers is None else _duration(planned, prompts, answers, fit, profile)
     return Estimate(
         rows=planned.rows,
         bad_rows=planned.bad,
@@ -136,7 +139,7 @@ def estimate(
         answer_tokens=answers,
         answers_are_limits=mean_answer is None,
         fit=fit,
-        duration=fit and prompts and profile and _duration(planned, prompts, answers, fit, profile),
+        duration=duration,
     )
 
 
@@ -243,9 +246,7 @@ def _fit(prompts: Prompts, count: _Count, profile: Profile) -> Fit:
     )
 
 
-def _duration(planned: Plan, prompts: Prompts, answers: int | None, fit: Fit, profile: Profile) -> Duration | None:
-    if answers is None:
-        return None
+def _duration(planned: Plan, prompts: Prompts, answers: int, fit: Fit, profile: Profile) -> Duration:
     prefill = prompts.total * (1 - prompts.shared) / profile.prefill_tokens_per_second
     rows = min(fit.rows_at_once, max(planned.rows - planned.bad, 1))
     decode = answers / profile.decode_tokens_per_second(rows)

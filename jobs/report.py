@@ -86,7 +86,7 @@ def report(spec: JobSpec, ledger: Ledger, stores: Stores, gpu_hour_price: float 
     for segment in segments:
         failures.update(segment.failures)
     work = _work(segments)
-    hours = work and work.worker_seconds / 3600
+    hours = None if work is None else work.worker_seconds / 3600
     return Report(
         job_id=view.id,
         state=view.state,
