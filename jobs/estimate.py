@@ -193,18 +193,16 @@ class _Count:
     def _seen_blocks(self, ids: Sequence[int]) -> int:
         """How many blocks the prompt begins with that another began with; the others are remembered.
 
-        A block's name is a hash over it and all before it. The last token is always computed, so it is in no block.
+        A block's name is a hash over it and all before it, so after one that is new all are. The last token is always
+        computed, and in no block.
         """
-        found, parent, new = 0, b"", False
+        found, parent = 0, b""
         for start in range(0, (len(ids) - 1) // self._block_size * self._block_size, self._block_size):
             block = array("I", ids[start : start + self._block_size]).tobytes()
             parent = hashlib.blake2b(parent + block, digest_size=8).digest()
             name = int.from_bytes(parent, "little")
-            new = new or name not in self._seen
-            if new:
-                self._seen.add(name)
-            else:
-                found += 1
+            found += name in self._seen
+            self._seen.add(name)
         return found
 
     def prompts(self, scale: float) -> Prompts | None:

@@ -6,6 +6,7 @@ alone: it may be lost, and `pagemill recover` needs all of it.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -14,18 +15,20 @@ from jobs.errors import ObjectNotFound, StorageError
 from jobs.layout import JobLayout, jobs_prefix
 from jobs.ledger import Ledger
 from jobs.records import TERMINAL, Manifest, SegmentRecord
+from jobs.source import Source
 from jobs.storage import StoredObject, Stores, UnfinishedWrite
 
 _BATCH = 500
 
-Kind = Literal["segment", "submit", "probe", "write", "job"]
+Kind = Literal["segment", "input", "submit", "probe", "write", "job"]
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
     """One object, or one unfinished write, that may go; `job_id` is None for what is no job's.
 
-    Kinds: `segment`, an attempt's object that is not the result; `submit`, what a submit left that never entered its
+    Kinds: `segment`, an attempt's object that is not the result; `input`, a copy of the input that was not used, by a
+    submit that was repeated or a planner that stopped; `submit`, what a submit left that never entered its
     job; `probe`, what `pagemill doctor` left; `write`, what an unfinished write holds; `job`, an object of a job that
     is removed as a whole.
     """
@@ -46,7 +49,7 @@ class Collector:
         self._stores = stores
         self._before = before
         self._jobs_before = jobs_before
-        self._needed = self._parents()
+        self._needed = self._needed_jobs()
         self.unlisted: str | None = None
         """Why unfinished writes could not be listed, if so."""
 
@@ -91,6 +94,7 @@ class Collector:
                 yield from self._whole_job(layout)
             else:
                 yield from self._lost_segments(layout)
+                yield from self._unused_inputs(layout)
 
     def _broken_submit(self, layout: JobLayout) -> Iterator[Garbage]:
         """The spec is written last: a folder without one is of no job, unless a submit is still at it."""
@@ -104,6 +108,15 @@ class Collector:
         for item in self._old(layout.attempts):
             if item.url not in results:
                 yield Garbage("segment", layout.job_id, item)
+
+    def _unused_inputs(self, layout: JobLayout) -> Iterator[Garbage]:
+        used = {file.url for file in self._ledger.spec(layout.job_id).input.files}
+        with suppress(ObjectNotFound):
+            source = Source.model_validate_json(self._stores.read(layout.source))
+            used |= {extent.url for extent in source.extents}
+        for item in self._old(layout.inputs):
+            if item.url not in used:
+                yield Garbage("input", layout.job_id, item)
 
     def _whole_job(self, layout: JobLayout) -> Iterator[Garbage]:
         items = self._stores.stored(f"{layout.root}/")
@@ -140,9 +153,17 @@ class Collector:
         ended_at = self._ledger.view(job_id).ended_at
         return ended_at is not None and ended_at < self._jobs_before
 
-    def _parents(self) -> set[str]:
-        """Jobs that others retry: their answers are part of the others' results."""
+    def _needed_jobs(self) -> set[str]:
+        """Jobs that others retry, whose answers are part of the others' results, or whose files live ones read."""
+        needed: set[str] = set()
         if self._jobs_before is None:
-            return set()
-        parents = (self._ledger.spec(job_id).parent for job_id in self._ledger.job_ids(None))
-        return {name for parent in parents if parent for name in (parent.job_id, parent.origin)}
+            return needed
+        live = set(self._ledger.live_jobs())
+        prefix = jobs_prefix(self._url)
+        for job_id in self._ledger.job_ids(None):
+            spec = self._ledger.spec(job_id)
+            needed |= {spec.parent.job_id, spec.parent.origin} if spec.parent else set()
+            if job_id in live:
+                urls = [file.url for file in spec.input.files if file.url.startswith(prefix)]
+                needed |= {url.removeprefix(prefix).partition("/")[0] for url in urls}
+        return needed

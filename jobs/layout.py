@@ -52,11 +52,16 @@ class JobLayout:
 
     def input(self, place: int, suffix: str) -> str:
         """File number `place` of the input."""
-        return f"{self.root}/in/{self.submission}{place:06}{suffix}"
+        return f"{self.inputs}{self.submission}{place:06}{suffix}"
+
+    @property
+    def inputs(self) -> str:
+        """What the URLs of the job's copies of its input start with."""
+        return f"{self.root}/in/"
 
     def copy_of_input(self, name: str, suffix: str) -> str:
         """A copy of the input's rows; `name` is random, so that planners at work at once do not share one."""
-        return f"{self.root}/in/{name}{suffix}"
+        return f"{self.inputs}{name}{suffix}"
 
     @property
     def source(self) -> str:

@@ -18,6 +18,7 @@ from jobs.gc import Collector, Garbage
 
 _KINDS = {
     "segment": "segments of attempts that are not the result",
+    "input": "copies of inputs that were not used",
     "submit": "left by submits that broke off",
     "probe": "left by checks of the storage",
     "write": "unfinished uploads and writes",

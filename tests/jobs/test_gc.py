@@ -1,5 +1,6 @@
 """What is collected, and above all what is not: results, live jobs, lost jobs, and what is young."""
 
+import gzip
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +8,10 @@ from uuid import uuid4
 
 import pytest
 
+from jobs.formats.jsonl import dumps
 from jobs.gc import Collector, Garbage
 from jobs.ledger import Lease, Ledger
-from jobs.spec import JobSpec, Parent
+from jobs.spec import Input, InputFile, JobSpec, Parent
 from jobs.storage.s3_object import split_url
 from tests.jobs.commands import Command, commands
 from tests.jobs.ledgers import key
@@ -173,6 +175,33 @@ def test_a_job_that_another_retries_is_kept(site: Site) -> None:
     assert found(site, jobs_age=-HOUR) == []
 
 
+def test_a_job_whose_rest_a_live_one_works_on_is_kept(site: Site) -> None:
+    cancelled = site.planned(8)
+    site.ledger.cancel(cancelled.id)
+    site.control.assemble(cancelled.id)
+    rest = site.stores.head(cancelled.layout.remaining)
+    again = site.submit(prompts(1), input=Input(files=(InputFile(url=rest.url, size=rest.size, etag=rest.etag),)))
+    assert [one for one in found(site, jobs_age=-HOUR) if one.kind == "job"] == []
+    site.control.plan(again.id)
+    completed(site, again)
+    assert {one.job_id for one in found(site, jobs_age=-HOUR) if one.kind == "job"} == {cancelled.id, again.id}
+
+
+def test_a_copy_of_the_input_that_was_not_used_goes(site: Site) -> None:
+    """The planner's own copy of a compressed input stays."""
+    data = gzip.compress(b"".join(dumps(row) + b"\n" for row in prompts(6)))
+    info = site.stores.put(f"{site.settings.storage_url}/in.jsonl.gz", data)
+    file = InputFile(url=info.url, size=info.size, etag=info.etag, compression="gzip")
+    spec = site.submit(prompts(1), input=Input(files=(file,)))
+    site.control.plan(spec.id)
+    completed(site, spec)
+    unused = spec.layout.copy_of_input("another", ".jsonl")
+    used = {info.url for info in site.stores.list(spec.layout.inputs)}
+    assert len(used) == 1
+    site.stores.put(unused, b"{}\n")
+    assert [(one.kind, one.what.url) for one in found(site)] == [("input", unused)]
+
+
 def test_a_live_job_cannot_be_forgotten(site: Site) -> None:
     spec = site.planned(4)
     assert site.ledger.forget(spec.id) == "in_progress"
@@ -209,13 +238,14 @@ def test_an_upload_that_was_never_completed_is_aborted(
 
 
 def test_a_temporary_file_of_a_writer_that_died_is_removed(site: Site) -> None:
-    spec = site.planned(4)
+    live, spec = site.planned(4), site.planned(4)
     completed(site, spec)
-    left = Path(spec.layout.root.removeprefix("file://")) / ".pagemill-tmp-0123"
-    left.write_bytes(b"half")
+    for one in (live, spec):
+        (Path(one.layout.root.removeprefix("file://")) / ".pagemill-tmp-0123").write_bytes(b"half")
     (write,) = collector(site).collect()
     assert (write.kind, write.job_id, write.what.size) == ("write", spec.id, 4)
-    assert not left.exists()
+    assert Path(write.what.url.removeprefix("file://")).parent.name == spec.id
+    assert found(site) == []
 
 
 def test_the_command_lists_and_removes(site: Site, pagemill: Command) -> None:

@@ -80,6 +80,7 @@ def test_a_job_goes_on_where_it_was_and_gives_the_same_bytes(any_site: Site, for
     assert (after.rows, after.done, after.failed, after.shards, after.settled, after.usage) == (
         *(before.rows, before.done, before.failed, before.shards, before.settled, before.usage),
     )
+    assert site.ledger.client.zrange(key(spec.id, "ready"), 0, -1) == ["1", "3", "4"]
     output = finish(site, spec)
     assert shards_run(site, spec) == {1, 3, 4}
     assert output == undisturbed(site, spec)
@@ -142,6 +143,24 @@ def test_a_segment_without_its_record_is_no_segment(site: Site) -> None:
     recover_all(site)
     assert site.ledger.records(spec.id) == {}
     assert leased(site, spec).fence > lease.fence
+
+
+@pytest.mark.parametrize("change", [{"ok": 3}, {"fence": 9}, {"attempt": "another"}])
+def test_a_record_that_does_not_fit_its_shard_and_its_name_is_no_record(site: Site, change: dict[str, object]) -> None:
+    spec = site.planned(8)
+    lease = leased(site, spec)
+    record = site.segment(lease)
+    unlike = record.model_copy(update=change)
+    for part, info in (("", record.output), (".errors", record.errors)):
+        if info is not None:
+            data = site.stores.read(spec.layout.segment(0, lease.fence, lease.attempt, part))
+            again = site.stores.put(spec.layout.segment(0, unlike.fence, unlike.attempt, part), data)
+            parts = {"output" if part == "" else "errors": info.model_copy(update={"etag": again.etag})}
+            unlike = unlike.model_copy(update=parts)
+    site.stores.put(spec.layout.record(0, lease.fence, lease.attempt), unlike.model_dump_json().encode())
+    lose_redis(site)
+    recover_all(site)
+    assert site.ledger.records(spec.id) == {}
 
 
 def test_of_several_whole_segments_the_highest_fence_is_taken_by_all(site: Site) -> None:
