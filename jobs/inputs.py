@@ -190,7 +190,10 @@ def _in_folder(source: str, url: str, stores: Stores) -> list[str]:
 def _matching(source: str, url: str, stores: Stores) -> list[str]:
     found = _SPECIAL.search(url)
     prefix = url[: found.start()] if found else url
-    pattern = re.compile(_regex(url), re.DOTALL)
+    try:
+        pattern = re.compile(_regex(url), re.DOTALL)
+    except re.error as error:
+        raise UsageError(f"{source} is no glob: {error}.") from error
     urls = [info.url for info in stores.list(prefix) if pattern.fullmatch(info.url) and not info.url.endswith("/")]
     if not urls:
         raise UsageError(f"No file matches {source}.", code="input_not_found")
@@ -210,7 +213,7 @@ def _class(part: str) -> str:
     if len(part) < 3 or not part.startswith("["):
         return ""
     negated = part[1] == "!"
-    inner = part[2 if negated else 1 : -1].replace("\\", r"\\").replace("[", r"\[").replace("]", r"\]")
+    inner = re.sub(r"([][\\^&~|])", r"\\\1", part[2 if negated else 1 : -1])
     return f"(?!/)[{'^' * negated}{inner}]"
 
 
