@@ -4,8 +4,8 @@ Each job is entered as `validating` and planned, as after a submit; see `Control
 recovery that stops in the middle is mended by the sweeper, or by another recovery, which may run beside it and beside
 workers. Workers that still hold leases of the lost ledger commit nothing: no attempt of theirs owns a shard any more.
 
-What only the ledger knew is lost: that a job had failed, or was being cancelled, and how often a shard was tried. Such
-a job runs on.
+What only the ledger knew is lost: that a job had failed, was being cancelled or was paused, and how often a shard was
+tried. Such a job runs on.
 """
 
 import re

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from pydantic import ValidationError
 
 from jobs.ledger import FairShare, Lease, Ledger
+from jobs.settings import Settings
 from jobs.spec import JobSpec, model_key
 from tests.jobs.ledgers import TTL, LossyRedis, new_spec, opened, record_of
 from tests.servers import ValkeyServer
@@ -160,6 +162,16 @@ def test_a_model_that_everybody_has_left_starts_anew(ledger: Ledger) -> None:
     opened(ledger, 3, new_spec(tenant="gold"))
     assert len(list(turns(ledger, 9))) == 3
     assert ledger.client.keys("pm:queue:*") == []
+
+
+def test_weights_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_TENANT_WEIGHTS", '{"gold": 3}')
+    monkeypatch.setenv("PAGEMILL_PRIORITY_PATIENCE", "30")
+    settings = Settings()
+    assert (settings.tenant_weights, settings.priority_patience) == ({"gold": 3}, 30)
+    monkeypatch.setenv("PAGEMILL_TENANT_WEIGHTS", '{"gold": 0}')
+    with pytest.raises(ValidationError, match="greater than or equal to"):
+        Settings()
 
 
 # --- priorities ---------------------------------------------------------------------------------------------------

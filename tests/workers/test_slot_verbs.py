@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from engine.errors import RequestError
 from engine.outputs import EngineOutput, RequestOutput
 from jobs.errors import PagemillError, UsageError
+from jobs.ledger import FairShare
 from jobs.output import Output
 from jobs.reading import json_lines
 from jobs.records import SegmentRecord
@@ -24,6 +26,7 @@ from tests.jobs.specs import request
 from tests.workers.conftest import WINDOW, Bench
 from tests.workers.stub_engine import INFO, Engines, answer_to, text_of
 from workers.render import EngineRequest
+from workers.slot import work
 
 WAIT_S = 20
 GREEDY = Sampling(temperature=0)
@@ -179,6 +182,18 @@ def test_the_errors_of_identical_rows_each_name_their_own_place(bench: Bench, en
     finished(bench, spec)
     assert [error["line"] for error in bench.site.rows(spec.error_url)] == [1, 3, 4]
     assert sorted(engines.asked) == ["a", "b"]
+
+
+# --- shares -------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_shares_its_slots_among_tenants_as_its_settings_say(bench: Bench, engines: Engines) -> None:
+    for tenant in ("base", "gold"):
+        submitted(bench.site, [{"prompt": tenant}] * 32, tenant=tenant)
+    context = replace(bench.context, share=FairShare({"gold": 3}))
+    work("tiny", context)
+    # Shards of four rows: of the first eight, six are the heavy tenant's.
+    assert engines.asked[:32].count("gold") == 6 * 4
 
 
 # --- pause and deadline -------------------------------------------------------------------------------------------
