@@ -19,7 +19,8 @@ _TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerErro
 def vllm_lines(spec: JobSpec, rows: int, output: Iterator[bytes], errors: Iterator[bytes]) -> Iterator[bytes]:
     """The lines of an OpenAI job's output file and error file, each in row order, as vLLM's lines with their ends.
 
-    Each row is in one of the two files, and its id says which row it is. Raises PagemillError where one is in neither.
+    Each row is in one of the two files, and its id says which row it is. The ids that are written are of this call
+    alone, as vLLM's are of a run. Raises PagemillError where one is in neither.
     """
     run = token_hex(8)
     heads = {"output": next(output, None), "errors": next(errors, None)}
@@ -38,6 +39,8 @@ def vllm_lines(spec: JobSpec, rows: int, output: Iterator[bytes], errors: Iterat
 def _vllm_line(line: dict[str, Any], unique: str) -> dict[str, Any]:
     status = line["response"]["status_code"]
     body = line["response"]["body"]
+    if "id" in body:
+        body["id"] = f"{body['id'].partition('-')[0]}-{unique}"
     response = {"status_code": status, "request_id": f"vllm-batch-{unique}", "body": body if status == 200 else None}
     return {
         "id": f"vllm-{unique}",

@@ -28,6 +28,7 @@ from jobs.formats.jsonl import dumps
 from jobs.ledger import Ledger
 from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
+from jobs.sampling import Sampling
 from jobs.settings import Settings
 from jobs.spec import JobSpec, RecordRows
 from jobs.storage import Stores
@@ -39,6 +40,7 @@ from workers.stub_engine import StubEngine
 
 _MODEL = "stub"
 _ROWS_IN_A_STEP = 256
+_ANSWER_LIMIT = 16
 _START_S, _POLL_S = 120, 0.005
 _TEXT = "How many of the seven books on the second shelf would be left if Ada took every other one of them home? " * 2
 
@@ -102,7 +104,12 @@ def bench_jobs(rows: int, workers: int, settings: Settings) -> JobsBench:
         watch = _Stopwatch(rows)
         with watch.stage("submit"):
             spec = prepare(
-                str(source), model=_MODEL, stores=stores, settings=settings, rows=RecordRows(prompt_column="prompt")
+                str(source),
+                model=_MODEL,
+                stores=stores,
+                settings=settings,
+                rows=RecordRows(prompt_column="prompt"),
+                sampling=Sampling(max_tokens=_ANSWER_LIMIT),
             )
             enter(spec, ledger, stores, tokens)
         with watch.stage("plan"):

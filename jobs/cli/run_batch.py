@@ -134,7 +134,12 @@ def run_batch(
         # The noise of a row without a seed follows from the job's id and the row's place.
         job_id=f"run-batch-{seed}",
     )
-    view, _ = run_here(taken_up(spec, config), config, engine.engine, quiet=json)
+    running = taken_up(spec, config)
+    if running.id != spec.id:
+        raise UsageError(
+            f"{folder} holds a stopped run with another --seed.", hint=f"Give that one, or remove {folder}."
+        )
+    view, _ = run_here(running, config, engine.engine, quiet=json)
     if view.state == "completed":
         _write(spec, view.rows or 0, view.output_url, view.error_url, output_url, stores)
         shutil.rmtree(folder)

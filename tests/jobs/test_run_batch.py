@@ -61,6 +61,7 @@ def test_every_row_has_its_line_in_order_whether_it_failed_or_not(site: Site) ->
     assert "Streaming" in bad["error"]["error"]["message"]
     assert len({line["id"] for line in found} | {line["response"]["request_id"] for line in found}) == 20
     assert all(line["id"].startswith("vllm-") for line in found)
+    assert good["response"]["body"]["id"] == good["id"].replace("vllm-", "chatcmpl-")
     assert all(line["response"]["request_id"].startswith("vllm-batch-") for line in found)
 
 
@@ -129,3 +130,5 @@ def test_the_engine_gets_vllm_s_flags_by_its_own_names(
     ]
     assert (spec.id, spec.model, spec.model_aliases) == ("run-batch-7", "tiny@main", ("tiny", "gpt"))
     assert (spec.on_bad_row, spec.rows) == ("skip", OpenAIRows())
+    again = pagemill("run-batch", *GOOD, "--revision", "main", "--served-model-name", "gpt", "--seed", "8")
+    assert "another --seed" in again.err
