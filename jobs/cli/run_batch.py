@@ -112,6 +112,9 @@ def run_batch(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampling of rows without a seed of their own.")] = 0,
     response_role: Annotated[str, typer.Option(help="Only 'assistant'.")] = "assistant",
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over instead of taking up a run that was stopped.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Do what `vllm run-batch` does: the same flags, the same lines."""
@@ -120,6 +123,8 @@ def run_batch(
         raise UsageError(f"--response-role {response_role}: answers are the assistant's here.")
     output_url = absolute_url(output_file)
     folder = state_folder(output_file)
+    if fresh:
+        shutil.rmtree(folder, ignore_errors=True)
     config = settings().model_copy(update={"state_dir": folder, "redis_url": "", "storage": ""})
     stores = Stores(config)
     stores.check_writable(output_url)
@@ -134,12 +139,7 @@ def run_batch(
         # The noise of a row without a seed follows from the job's id and the row's place.
         job_id=f"run-batch-{seed}",
     )
-    running = taken_up(spec, config)
-    if running.id != spec.id:
-        raise UsageError(
-            f"{folder} holds a stopped run with another --seed.", hint=f"Give that one, or remove {folder}."
-        )
-    view, _ = run_here(running, config, engine.engine, quiet=json)
+    view, _ = run_here(taken_up(spec, config), config, engine.engine, quiet=json)
     if view.state == "completed":
         _write(spec, view.rows or 0, view.output_url, view.error_url, output_url, stores)
         shutil.rmtree(folder)

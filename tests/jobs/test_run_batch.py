@@ -130,5 +130,8 @@ def test_the_engine_gets_vllm_s_flags_by_its_own_names(
     ]
     assert (spec.id, spec.model, spec.model_aliases) == ("run-batch-7", "tiny@main", ("tiny", "gpt"))
     assert (spec.on_bad_row, spec.rows) == ("skip", OpenAIRows())
-    again = pagemill("run-batch", *GOOD, "--revision", "main", "--served-model-name", "gpt", "--seed", "8")
-    assert "another --seed" in again.err
+    another_seed = ("run-batch", *GOOD, "--revision", "main", "--served-model-name", "gpt", "--seed", "8")
+    assert "holds a stopped run with another input or other options" in pagemill(*another_seed).err
+    assert len(seen) == 2
+    pagemill(*another_seed, "--fresh")
+    assert seen[2].id == "run-batch-8"
