@@ -1,6 +1,7 @@
 """The form of an output: what a name says, what the flag says, and what is refused where they do not agree."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prepared(folder: Path, output: str, flag: OutputFormat | None = None) -> JobSpec:
+def prepared(folder: Path, output: str, flag: OutputFormat | None = None, **fields: Any) -> JobSpec:
     config = Settings(storage=str(folder / "store"))
     return prepare(
         "in.jsonl",
@@ -88,6 +89,7 @@ def prepared(folder: Path, output: str, flag: OutputFormat | None = None) -> Job
         rows=RecordRows(prompt_column="q"),
         output=output,
         output_format=flag,
+        **fields,
     )
 
 
@@ -107,6 +109,12 @@ def test_a_folder_with_something_in_it_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="not empty: it holds part-00000") as caught:
         prepared(folder, "out/")
     assert caught.value.code == "output_not_empty"
+
+
+def test_a_run_that_is_taken_up_may_have_left_parts_there(folder: Path) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "part-00000.jsonl").touch()
+    assert prepared(folder, "out/", taken_up=True).output.folder
 
 
 def test_a_whole_bucket_is_no_output(folder: Path) -> None:
