@@ -38,6 +38,11 @@ def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callabl
     ending = ledger.ending(spec.id)
     if ending is None:
         return
+    from_state = "cancelling" if ending == "cancelled" else "finalizing"
+    if (written := _written_manifest(stores, spec.layout)) is not None:
+        # Another assembler's, or from before the ledger lost its last second: the files are as it says, and stay so.
+        ledger.finish(written, from_state)
+        return
     records = ledger.records(spec.id)
     planned = _stored_plan(stores, spec.layout)
     vanished = list(_vanished(records, stores, spec.layout, on_progress))
@@ -55,9 +60,7 @@ def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callabl
     view = ledger.view(spec.id)
     times = {name: getattr(view, name) for name in ("in_progress_at", "started_at", "finalizing_at")}
     manifest = manifest.model_copy(update={**times, "ended_at": int(time.time())})
-    ledger.finish(
-        _publish(stores, spec.layout, manifest), from_state="cancelling" if ending == "cancelled" else "finalizing"
-    )
+    ledger.finish(_publish(stores, spec.layout, manifest), from_state)
 
 
 def _stored_plan(stores: Stores, layout: JobLayout) -> Plan:
@@ -225,3 +228,10 @@ def _publish(stores: Stores, layout: JobLayout, manifest: Manifest) -> Manifest:
     except PreconditionFailed:
         return Manifest.model_validate_json(stores.read(layout.manifest))
     return manifest
+
+
+def _written_manifest(stores: Stores, layout: JobLayout) -> Manifest | None:
+    try:
+        return Manifest.model_validate_json(stores.read(layout.manifest))
+    except ObjectNotFound:
+        return None

@@ -1,6 +1,7 @@
 """Redis has lost everything: storage is enough to go on, and what was finished is not done again."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,9 @@ from jobs.layout import attempt_object
 from jobs.ledger import Lease
 from jobs.output import Output
 from jobs.planner import load_plan
-from jobs.records import SegmentRecord
+from jobs.records import SegmentRecord, Usage
 from jobs.recover import Unusable, lost_jobs, recover
+from jobs.results import Choice, Completion
 from jobs.spec import JobSpec
 from tests.jobs.ledgers import key
 from tests.jobs.site import Site, prompts
@@ -48,6 +50,30 @@ def finish(site: Site, spec: JobSpec) -> bytes:
     site.control.assemble(spec.id)
     assert site.ledger.state(spec.id) == "completed"
     return site.stores.read(spec.output_url)
+
+
+def snapshot(client: Any) -> dict[str, tuple[str, Any]]:
+    """All keys of the ledger. Not by DUMP: the client decodes what it reads."""
+    read = {
+        "hash": client.hgetall,
+        "string": client.get,
+        "set": client.smembers,
+        "zset": lambda name: dict(client.zrange(name, 0, -1, withscores=True)),
+    }
+    kinds = {name: client.type(name) for name in client.keys("pm:*") if not name.startswith("pm:bk:")}
+    return {name: (kind, read[kind](name)) for name, kind in kinds.items()}
+
+
+def write(client: Any, name: str, kind: str, value: Any) -> None:
+    match kind:
+        case "hash":
+            client.hset(name, mapping=value)
+        case "zset":
+            client.zadd(name, value)
+        case "set":
+            client.sadd(name, *value)
+        case _:
+            client.set(name, value)
 
 
 MIXED = [{"prompt": f"question {n}"} if n % 5 else {"text": n} for n in range(18)]
@@ -222,6 +248,27 @@ def test_a_cancelled_job_stays_cancelled_with_its_file_of_the_rest(site: Site) -
     recover_all(site)
     view = site.ledger.view(spec.id)
     assert (view.state, view.done, view.remaining_url) == ("cancelled", 4, spec.layout.remaining)
+
+
+def test_a_ledger_that_was_rolled_back_to_before_the_end_does_not_touch_the_result(
+    any_site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last shard runs again and gives another answer; the files stay what the manifest says of them."""
+    site, redis = any_site, any_site.ledger.client
+    spec = site.planned(8)
+    site.work(spec, shards=1)
+    before = snapshot(redis)
+    output = finish(site, spec)
+    truth = site.stores.read(spec.layout.manifest)
+    lose_redis(site)
+    for name, (kind, value) in before.items():
+        write(redis, name, kind, value)
+    assert site.ledger.view(spec.id).settled == 1
+    other = Completion((Choice("something else", "stop"),), Usage())
+    monkeypatch.setattr("tests.jobs.site.answer", lambda planned: other)
+    assert finish(site, spec) == output
+    assert site.stores.read(spec.layout.manifest) == truth
+    assert site.ledger.view(spec.id).usage == Usage(prompt_tokens=24, completion_tokens=16)
 
 
 def test_a_job_that_was_not_planned_is_planned(site: Site) -> None:
