@@ -9,6 +9,7 @@ segment. In a folder `_manifest.json` is written last, and says what the parts a
 """
 
 import hashlib
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from jobs.formats.parquet_out import Sink, join
-from jobs.output import EMPTY
+from jobs.output import EMPTY, Output
 from jobs.records import Column, DatasetManifest, DatasetPart, Part, ResultFile, SegmentRecord, Usage
 from jobs.spec import JobSpec
 from jobs.storage import ObjectInfo, Stores
@@ -59,7 +60,7 @@ def join_output(
     if not spec.output.folder:
         return ResultFile(url=spec.output_url, size=joiner.write(found, spec.output_url).size, lines=lines)
     parts = tuple(joiner.parts(found))
-    _remove_others(stores, spec.output_url, parts)
+    _remove_others(stores, spec.output, spec.output_url, parts)
     size = sum(part.bytes for part in parts)
     dataset = DatasetManifest(
         job_id=spec.id,
@@ -76,10 +77,12 @@ def join_output(
     return ResultFile(url=spec.output_url, size=size, lines=lines)
 
 
-def _remove_others(stores: Stores, folder: str, parts: tuple[DatasetPart, ...]) -> None:
+def _remove_others(stores: Stores, output: Output, folder: str, parts: tuple[DatasetPart, ...]) -> None:
     """Take away what an assembler wrote that was stopped, and that found other segments than there are now."""
+    ours = re.compile(re.escape(folder) + r"part-\d{5}" + re.escape(output.suffix))
     named = {folder + part.name for part in parts}
-    stores.delete([info.url for info in stores.list(f"{folder}part-") if info.url not in named])
+    found = [info.url for info in stores.list(f"{folder}part-")]
+    stores.delete([url for url in found if ours.fullmatch(url) and url not in named])
 
 
 class _Joiner:

@@ -14,7 +14,11 @@ from jobs.storage.base import CHUNK
 
 def output_files(output: Output, url: str, stores: Stores) -> list[ObjectInfo]:
     """The file that an output is, or the parts in its folder, in order."""
-    return list(stores.list(f"{url}part-")) if output.folder else [stores.head(url)]
+    return (
+        [info for info in stores.list(f"{url}part-") if info.url.endswith(output.suffix)]
+        if output.folder
+        else [stores.head(url)]
+    )
 
 
 def json_lines(info: ObjectInfo, output: Output, stores: Stores, chunk: int = CHUNK) -> Iterator[bytes]:

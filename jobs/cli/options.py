@@ -35,12 +35,15 @@ INPUT_HELP = (
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 JsonLogs = Annotated[bool, typer.Option("--json", help="Log JSON lines for programs.")]
+OUTPUT_HELP = (
+    "Path or URL of the result, its form by its name: .jsonl, .jsonl.gz, .jsonl.zst, .parquet, "
+    "or a folder of parts, with a slash at the end."
+)
 AsFormat = Annotated[
     OutputFormat | None,
     typer.Option(
         "--output-format",
-        help="jsonl, jsonl.gz, jsonl.zst or parquet, where the output's name does not say it. "
-        "An output that ends with / is a folder of parts.",
+        help="jsonl, jsonl.gz, jsonl.zst or parquet, where the output's name does not say it.",
     ),
 ]
 Model = Annotated[

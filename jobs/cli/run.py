@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from jobs.cli.client import Client, open_client
-from jobs.cli.options import INPUT_HELP, AsFormat, EngineOptions, JobOptions, Json, Model, with_groups
+from jobs.cli.options import INPUT_HELP, OUTPUT_HELP, AsFormat, EngineOptions, JobOptions, Json, Model, with_groups
 from jobs.cli.services import children
 from jobs.cli.show import exit_code, follow, print_errors, print_json, stderr, stdout
 from jobs.cli.terms import RowTermOptions
@@ -37,7 +37,7 @@ _SPEC = "run.json"
 @with_groups
 def run(
     source: Annotated[list[str], typer.Argument(metavar="INPUT...", help=INPUT_HELP)],
-    output: Annotated[str, typer.Option("--output", "-o", help="Path of the result, or its URL.")],
+    output: Annotated[str, typer.Option("--output", "-o", help=OUTPUT_HELP)],
     model: Model,
     job: JobOptions,
     row_terms: RowTermOptions,

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from jobs.cli.client import open_client
-from jobs.cli.options import INPUT_HELP, AsFormat, JobOptions, Json, Model, with_groups
+from jobs.cli.options import INPUT_HELP, OUTPUT_HELP, AsFormat, JobOptions, Json, Model, with_groups
 from jobs.cli.show import exit_code, follow, print_job, print_json, stderr
 from jobs.cli.terms import QueueOptions, RowTermOptions
 from jobs.submit import enter, prepare
@@ -19,7 +19,7 @@ def submit(
     row_terms: RowTermOptions,
     queue: QueueOptions,
     output: Annotated[
-        str | None, typer.Option("--output", "-o", help="Path or URL of the result. Default: beside the job.")
+        str | None, typer.Option("--output", "-o", help=OUTPUT_HELP + " Default: beside the job.")
     ] = None,
     output_format: AsFormat = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,

@@ -342,9 +342,10 @@ def test_parts_of_a_stopped_assembly_that_are_not_part_of_the_result_are_taken_a
     spec = site.submit(MIXED, **output_at(tmp_path, "parquet/"))
     site.control.plan(spec.id)
     site.work(spec)
-    site.stores.put(f"{spec.output_url}part-00007.parquet", b"old")
+    for name in ("part-00007.parquet", "part-of-another.txt"):
+        site.stores.put(spec.output_url + name, b"old")
     site.control.assemble(spec.id)
-    assert [Path(file).name for file in files_of(spec)] == ["part-00000.parquet"]
+    assert [Path(file).name for file in files_of(spec)] == ["part-00000.parquet", "part-of-another.txt"]
 
 
 def test_a_dead_shard_of_a_table_is_rows_with_errors(site: Site, parquet: dict[str, Any]) -> None:
