@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from jobs.errors import ObjectNotFound
 from jobs.formats.parquet_out import Sink, join
 from jobs.output import EMPTY, Output
 from jobs.records import Column, DatasetManifest, DatasetPart, Part, ResultFile, SegmentRecord, Usage
 from jobs.spec import JobSpec
 from jobs.storage import ObjectInfo, Stores
-from jobs.table import output_schema
+from jobs.table import output_schema, result_schema
 
 PART_BYTES = 128 * 1024 * 1024
 
@@ -56,7 +57,7 @@ def join_output(
         if info is not None and record.output is not None:
             found.append(_Segment(info, record.output))
     lines = sum(segment.part.lines for segment in found)
-    joiner = _Joiner(spec, stores, on_progress)
+    joiner = _Joiner(spec, stores, _schema(spec, stores, found), on_progress)
     if not spec.output.folder:
         return ResultFile(url=spec.output_url, size=joiner.write(found, spec.output_url).size, lines=lines)
     parts = tuple(joiner.parts(found))
@@ -77,6 +78,18 @@ def join_output(
     return ResultFile(url=spec.output_url, size=size, lines=lines)
 
 
+def _schema(spec: JobSpec, stores: Stores, segments: list[_Segment]) -> pa.Schema | None:
+    """The columns of a Parquet output: of a job that ended before it was planned, those that are its own."""
+    if spec.output.format != "parquet":
+        return None
+    try:
+        return output_schema(spec, stores)
+    except ObjectNotFound:
+        if segments:
+            raise
+        return result_schema(spec)
+
+
 def _remove_others(stores: Stores, output: Output, folder: str, parts: tuple[DatasetPart, ...]) -> None:
     """Take away what an assembler wrote that was stopped, and that found other segments than there are now."""
     ours = re.compile(re.escape(folder) + r"part-\d{5}" + re.escape(output.suffix))
@@ -86,12 +99,14 @@ def _remove_others(stores: Stores, output: Output, folder: str, parts: tuple[Dat
 
 
 class _Joiner:
-    def __init__(self, spec: JobSpec, stores: Stores, on_progress: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: JobSpec, stores: Stores, schema: pa.Schema | None, on_progress: Callable[[], None]
+    ) -> None:
         self._output = spec.output
         self._url = spec.output_url
         self._stores = stores
         self._on_progress = on_progress
-        self._schema = output_schema(spec, stores) if spec.output.format == "parquet" else None
+        self._schema = schema
 
     def columns(self) -> tuple[Column, ...] | None:
         """Those of a Parquet output; JSON lines have none that are fixed."""

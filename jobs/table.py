@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic_core import from_json
 
-from jobs.errors import ObjectNotFound, RowError
+from jobs.errors import RowError
 from jobs.formats.json_columns import JsonColumns, column_of, encoder_of, without_surrogates
 from jobs.formats.jsonl import Line, dumps
 from jobs.parquet_rows import columns_passed_on
@@ -65,13 +65,10 @@ def result_schema(spec: JobSpec) -> pa.Schema:
 
 
 def output_schema(spec: JobSpec, stores: Store) -> pa.Schema:
-    """The columns of a planned job's output. Those of JSON records are not known of a job that was never planned."""
+    """The columns of a planned job's output. Raises ObjectNotFound where nobody has planned it, or they are gone."""
     if spec.input.format == "parquet":
         return _with_results(spec, columns_passed_on(spec.input))
-    try:
-        return pa.ipc.read_schema(pa.py_buffer(stores.read(spec.layout.schema)))
-    except ObjectNotFound:
-        return result_schema(spec)
+    return pa.ipc.read_schema(pa.py_buffer(stores.read(spec.layout.schema)))
 
 
 def _with_results(spec: JobSpec, passed_on: pa.Schema) -> pa.Schema:

@@ -201,6 +201,16 @@ def test_an_output_without_rows_is_a_whole_file_all_the_same(name: str, site: Si
         assert (Path(file).stat().st_size > 0) == (spec.output.compression is not None)
 
 
+def test_a_table_of_a_job_that_was_never_planned_has_the_columns_of_the_answer(
+    site: Site, parquet: dict[str, Any]
+) -> None:
+    spec = site.submit(prompts(5), **parquet)
+    site.ledger.cancel(spec.id)
+    site.control.assemble(spec.id)
+    assert site.ledger.state(spec.id) == "cancelled"
+    assert table_of(site, spec).to_pydict() == {"response": [], "finish_reason": [], "usage": [], "error": []}
+
+
 def test_a_record_that_is_no_object_is_a_row_of_nulls_with_its_error(site: Site, parquet: dict[str, Any]) -> None:
     spec = done(site, b'{"prompt":"a","x":1}\n[1]\n{"prompt":"b","response":"mine","x":2}\n', **parquet)
     rows = table_of(site, spec).to_pylist()

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jobs.errors import RowError
+from jobs.errors import ObjectNotFound, RowError
 from jobs.formats.jsonl import Line, dumps
 from jobs.ledger import Lease
 from jobs.output import Output
@@ -22,6 +22,7 @@ from jobs.rows import parse_row
 from jobs.settings import Settings
 from jobs.spool import Spool
 from jobs.storage import Stores
+from jobs.table import result_schema
 from tests.jobs.ledgers import shards
 from tests.jobs.specs import record_spec
 
@@ -126,9 +127,19 @@ def test_its_files_are_gone_when_it_ends(
     form: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stores: Stores
 ) -> None:
     lease = lease_in(tmp_path / "site", output=form)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stores.put(lease.spec.layout.schema, result_schema(lease.spec).serialize().to_pybytes())
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
     with suppress(Interrupted), Spool(lease.spec, stores) as spool:
         spool.add(planned(lease, 0), ANSWER)
-        assert list(tmp_path.iterdir())
+        assert list(folder.iterdir())
         raise Interrupted
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_no_table_is_begun_without_its_columns(tmp_path: Path, stores: Stores) -> None:
+    """Else all columns of the input would be left out."""
+    lease = lease_in(tmp_path, output=Output(format="parquet"))
+    with pytest.raises(ObjectNotFound):
+        Spool(lease.spec, stores)
