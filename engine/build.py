@@ -16,7 +16,7 @@ from engine.models.decoder import Decoder
 from engine.pooling.intake import PoolingIntake, PoolingModel
 from engine.request import Request
 from engine.runner import Runner
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.scheduler import Scheduler
 from kernels.ops import KVCache, allocate_kv_cache, kv_bytes_per_token
 
@@ -200,7 +200,14 @@ def _run_full_step(
         enable_prefix_caching=False,
     )
     scheduler = Scheduler(limits)
-    params = SamplingParams(max_tokens=1, top_k=loaded.config.vocab_size - 1, top_p=0.99, min_p=0.01)
+    params = SamplingParams(
+        max_tokens=1,
+        repetition_penalty=1.1,
+        top_k=loaded.config.vocab_size - 1,
+        top_p=0.99,
+        min_p=0.01,
+        logprobs=MAX_LOGPROBS,
+    )
     for index in range(max_num_seqs):
         scheduler.add(Request(index, [0] * tokens_per_row, params, seed=index))
     Runner(loaded.decoder, _kv_cache(loaded, limits, device), device).execute(scheduler.schedule())

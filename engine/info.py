@@ -32,9 +32,9 @@ class EngineStats:
     """A snapshot between two steps.
 
     Attributes:
-        running: Requests that hold KV blocks.
-        waiting: Requests that hold none: not started, or preempted.
-        kv_blocks_used: Blocks referenced by running requests; cached blocks that nobody holds are free.
+        running: Sequences that hold KV blocks.
+        waiting: Sequences that hold none: not started, or preempted.
+        kv_blocks_used: Blocks referenced by running sequences; cached blocks that nobody holds are free.
         kv_blocks_total: Blocks that can be used at all.
         prompt_tokens: Prompt tokens of the requests started so far.
         cached_tokens: How many of those came from the prefix cache.

@@ -4,6 +4,7 @@ import json
 from functools import cache
 from typing import TYPE_CHECKING
 
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from engine.detokenizer import decode
@@ -50,7 +51,9 @@ class TokenBytes:
 
 
 def _decoder_types(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """The names of the steps by which a fast tokenizer makes text of tokens."""
+    """The names of the steps by which a fast tokenizer makes text of tokens; none of one that is written in Python."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return set()
     decoder = tokenizer.backend_tokenizer.decoder
     if decoder is None:
         return set()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from engine.token_bytes import TokenBytes
 from tests.engine.models_fixture import byte_tokenizer
@@ -42,6 +42,12 @@ def test_special_tokens_have_their_names_bytes():
 
 def test_an_id_beyond_the_tokenizer_has_no_bytes():
     assert TokenBytes(BYTES).of(319) == b""
+
+
+def test_a_tokenizer_that_is_written_in_python_has_the_bytes_of_its_text():
+    tokenizer = ByT5Tokenizer()
+    assert joined(tokenizer, "plain") == b"plain"
+    assert TokenBytes(tokenizer).of(tokenizer.eos_token_id) == b"</s>"
 
 
 def test_other_kinds_of_tokens_have_the_bytes_of_their_text():
