@@ -39,7 +39,7 @@ class CompletionOutput:
 
     Attributes:
         index: Which of the request's continuations this is.
-        text: The decoded tokens without special tokens, cut at the stop that ended them.
+        text: The decoded tokens, without special tokens unless those are asked for, cut at the stop that ended them.
         token_ids: Every token generated, with the one that ended the request.
         finish_reason: `length` is max_tokens or the model's context, whichever came first.
         stop_reason: The stop string or the id of stop_token_ids that matched; None for the model's own end.
@@ -68,8 +68,8 @@ class RequestOutput:
         outputs: Never empty. With `error` set, the entries have what was generated before the error.
         num_cached_tokens: How many prompt tokens were found in the prefix cache and not computed.
         error: Why the request could not be served, or None.
-        prompt_logprobs: One entry for each of `prompt_token_ids`, None for the first, which follows nothing; None if
-            they were not asked for.
+        prompt_logprobs: One entry for each of `prompt_token_ids`, None for the first, which follows nothing; fewer if
+            the request ended before its prompt was computed. None if they were not asked for, or it never ran.
     """
 
     index: int
