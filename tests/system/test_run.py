@@ -4,16 +4,20 @@ import json
 import os
 import signal
 import subprocess
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from jobs.errors import EXIT_ROWS_FAILED
 from tests.system.mill import DATA, PAGEMILL, Mill, assert_every_row_once, questions, read_jsonl, wait_until
 
 pytestmark = pytest.mark.model
 
 
-def run_command(source: Path, output: Path, *options: str) -> list[str]:
+def run_command(source: Path, output: Path | str, *options: str) -> list[str]:
     return [*PAGEMILL, "run", str(source), "-o", str(output), "--model", "demo", "--temperature", "0", *options]
 
 
@@ -25,6 +29,21 @@ def test_records_in_and_records_out(tmp_path: Path) -> None:
     assert_every_row_once(source, read_jsonl(output.read_bytes()))
     assert b"16 rows answered" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.jsonl"]
+
+
+def test_a_table_in_and_a_folder_of_tables_out(tmp_path: Path) -> None:
+    prices = pa.array([Decimal("1.50"), None, Decimal("2.00")], pa.decimal128(8, 2))
+    asked = pa.table({"question": ["Say hi.", "Say ho.", None], "price": prices, "raw": [b"\xff", None, b""]})
+    pq.write_table(asked, tmp_path / "in.parquet")
+    options = ("--output-format", "parquet", "--prompt-column", "question", "--max-tokens", "4", "--show", "1")
+    command = run_command(tmp_path / "in.parquet", f"{tmp_path}/out/", *options)
+    done = subprocess.run(command, capture_output=True, timeout=200)
+    assert done.returncode == EXIT_ROWS_FAILED, done.stderr.decode()
+    found = pq.read_table(tmp_path / "out")
+    assert found.select(asked.column_names) == asked
+    assert [type(text) for text in found.column("response").to_pylist()] == [str, str, type(None)]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["_manifest.json", "part-00000.parquet"]
+    assert b"Say hi." in done.stdout
 
 
 def test_openai_lines_with_bad_rows_skipped(tmp_path: Path) -> None:
