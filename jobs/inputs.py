@@ -19,7 +19,7 @@ from jobs.formats.names import compression_of, compression_of_bytes, compression
 from jobs.formats.parquet import ParquetFacts, ParquetReader, RangedFile, common_schema
 from jobs.formats.where import parse_where, top_column
 from jobs.layout import JobLayout, absolute_url
-from jobs.parquet_rows import columns_read, dump_schema
+from jobs.parquet_rows import dump_schema
 from jobs.spec import Format, Input, InputFile
 from jobs.storage import Stores
 from jobs.storage.file import path_of
@@ -105,23 +105,21 @@ def _with_schema(given: Input, stores: Stores) -> Input:
             f"{compressed.label} is Parquet in an archive, which cannot be read in parts.", hint="Decompress it."
         )
 
-    def facts_of(file: InputFile, columns: Sequence[str] | None = None) -> ParquetFacts:
+    def facts_of(file: InputFile) -> ParquetFacts:
         ranged = RangedFile(stores, file.url, file.size, file.etag, file.label)
-        return ParquetReader(ranged, file.label, columns).facts()
+        return ParquetReader(ranged, file.label).facts()
 
     with ThreadPoolExecutor(_HEADS_AT_ONCE) as pool:
         facts = list(pool.map(facts_of, given.files))
-        schema = common_schema([(file.label, fact.schema) for file, fact in zip(given.files, facts, strict=True)])
-        _check_columns(given, schema)
-        columns = columns_read(given, schema)
-        large = any(pool.map(lambda file: facts_of(file, columns).has_large_groups, given.files))
+    schema = common_schema([(file.label, fact.schema) for file, fact in zip(given.files, facts, strict=True)])
+    _check_columns(given, schema)
     return given.model_copy(
         update={
             "files": tuple(
                 file.model_copy(update={"rows": fact.rows}) for file, fact in zip(given.files, facts, strict=True)
             ),
             "arrow_schema": dump_schema(schema),
-            "regroup": large,
+            "regroup": any(fact.has_large_groups for fact in facts),
         }
     )
 

@@ -72,7 +72,7 @@ def read_batches(
             numbers = list(range(number - extent.start, number - extent.start + batch.num_rows))
             batch = aligned(batch, _schema_read(given))
             if given.where:
-                batch, numbers = _kept(batch, numbers, _condition(given).mask(batch))
+                batch, numbers = _kept(batch, numbers, _holds(given, batch, reader))
             if source.keep is not None:
                 keys = [sample_key(source.starts[piece.file] + row + 1, given.sample_seed) for row in numbers]
                 batch, numbers = _kept(batch, numbers, pa.array([key <= source.keep for key in keys], pa.bool_()))
@@ -112,6 +112,11 @@ def _parsed(text: str) -> Where:
 
 def _condition(given: Input) -> Where:
     return _parsed(given.where or "")
+
+
+def _holds(given: Input, batch: pa.RecordBatch, reader: ParquetReader) -> pa.Array:
+    with reader.explained():
+        return _condition(given).mask(batch)
 
 
 def _kept(batch: pa.RecordBatch, numbers: list[int], mask: pa.Array) -> tuple[pa.RecordBatch, list[int]]:

@@ -13,8 +13,9 @@ import codecs
 import csv
 from collections.abc import Iterable, Iterator
 
+from pydantic_core import to_json
+
 from jobs.errors import PagemillError
-from jobs.formats.jsonl import dumps
 
 REFUSED = b"["
 """How the line of a refused row begins: it is the code and the message, and no object."""
@@ -55,7 +56,7 @@ def csv_to_jsonl(chunks: Iterable[bytes], delimiter: str, max_row_bytes: int, na
             elif len(fields) != len(columns):
                 line = _refusal(f"It has {len(fields)} fields, and the header has {len(columns)}", columns, name)
             else:
-                line = dumps(dict(zip(columns, fields, strict=True)))
+                line = to_json(dict(zip(columns, fields, strict=True)))
         yield line + b"\n" * (feed.number - first)
 
 
@@ -69,7 +70,7 @@ def _header(fields: list[str], name: str) -> list[str]:
 def _refusal(why: str, columns: list[str] | None, name: str) -> bytes:
     if columns is None:
         raise _no_header(name, why)
-    return dumps(["invalid_csv", f"This row cannot be read. {why}."])
+    return to_json(["invalid_csv", f"This row cannot be read. {why}."])
 
 
 def _no_header(name: str, why: str) -> PagemillError:

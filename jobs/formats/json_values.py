@@ -20,9 +20,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.types as kinds
-
-from jobs.formats.jsonl import dumps
+from pydantic_core import to_json
 
 _DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -35,9 +35,9 @@ def json_rows(batch: pa.RecordBatch) -> Iterator[bytes]:
     columns = [_Column(batch.column(place), name) for place, name in enumerate(batch.schema.names)]
     for row in range(batch.num_rows):
         try:
-            yield dumps({column.name: column.value(row) for column in columns})
+            yield to_json({column.name: column.value(row) for column in columns})
         except _Unwritable as error:
-            yield dumps(["invalid_value", str(error)])
+            yield to_json(["invalid_value", str(error)])
 
 
 class _Unwritable(Exception):
@@ -50,12 +50,12 @@ class _Column:
     def __init__(self, values: pa.Array, name: str) -> None:
         self.name = name
         self._values = values
-        self._write = _writer(values.type)
+        self._write = _writer(values.type, _all_finite(values))
         self._whole: list[Any] | None = None
         if self._write is None:
             try:
                 self._whole = values.to_pylist()
-            except UnicodeDecodeError:
+            except (UnicodeDecodeError, pa.ArrowException):
                 self._write = _as_python
 
     def value(self, row: int) -> Any:
@@ -66,6 +66,8 @@ class _Column:
             return self._write(scalar) if self._write and scalar.is_valid else None
         except UnicodeDecodeError:
             raise _Unwritable(f"The column '{self.name}' is not UTF-8 in this row.") from None
+        except pa.ArrowException as error:
+            raise _Unwritable(f"The column '{self.name}' cannot be read in this row ({error}).") from None
         except (OverflowError, ValueError) as error:
             raise _Unwritable(f"The column '{self.name}' has a value that cannot be written ({error}).") from None
 
@@ -74,39 +76,53 @@ def _as_python(scalar: pa.Scalar) -> Any:
     return scalar.as_py()
 
 
-def _writer(kind: pa.DataType) -> Writer | None:
-    """What writes a scalar of the type that is not null; None where `to_pylist` does, for any number of them."""
+def _all_finite(values: pa.Array) -> bool:
+    """Whether no number in the array is NaN or infinite; False for types that are not looked into."""
+    kind = values.type
+    if kinds.is_float32(kind) or kinds.is_float64(kind):
+        return pc.all(pc.is_finite(values)).as_py() is not False
+    if kinds.is_nested(kind) and not (kinds.is_union(kind) or kinds.is_map(kind)):
+        inner = values.flatten()
+        return all(map(_all_finite, inner)) if kinds.is_struct(kind) else _all_finite(inner)
+    return not (kinds.is_floating(kind) or kinds.is_nested(kind) or kinds.is_dictionary(kind))
+
+
+def _writer(kind: pa.DataType, finite: bool) -> Writer | None:
+    """What writes a scalar of the type that is not null; None where `to_pylist` does, for any number of them.
+
+    With `finite` there are no other floating-point numbers in it.
+    """
     if kinds.is_dictionary(kind) or kinds.is_run_end_encoded(kind):
-        if _writer(kind.value_type) is None:
+        if _writer(kind.value_type, finite) is None:
             return None
-        inside = _nullable(kind.value_type)
+        inside = _nullable(kind.value_type, finite)
         return lambda scalar: inside(scalar.value)
     if isinstance(kind, pa.BaseExtensionType):
-        stored = _writer(kind.storage_type) or _as_python
+        stored = _writer(kind.storage_type, finite) or _as_python
         return lambda scalar: stored(scalar.value)
     if kinds.is_struct(kind):
-        return _struct_writer(kind)
+        return _struct_writer(kind, finite)
     if kinds.is_map(kind):
-        key, item = _nullable(kind.key_type), _nullable(kind.item_type)
+        key, item = _nullable(kind.key_type, finite), _nullable(kind.item_type, finite)
         return lambda scalar: [{"key": key(pair["key"]), "value": item(pair["value"])} for pair in scalar.values]
     if kinds.is_nested(kind):
-        if _writer(kind.value_type) is None:
+        if _writer(kind.value_type, finite) is None:
             return None
-        write = _nullable(kind.value_type)
+        write = _nullable(kind.value_type, finite)
         return lambda scalar: [write(item) for item in scalar.values]
-    return _flat_writer(kind)
+    return None if finite and kinds.is_floating(kind) else _flat_writer(kind)
 
 
-def _struct_writer(kind: pa.StructType) -> Writer | None:
+def _struct_writer(kind: pa.StructType, finite: bool) -> Writer | None:
     names = [field.name for field in kind]
-    if all(_writer(field.type) is None for field in kind) and len(set(names)) == len(names):
+    if all(_writer(field.type, finite) is None for field in kind) and len(set(names)) == len(names):
         return None
-    fields = [(place, field.name, _nullable(field.type)) for place, field in enumerate(kind)]
+    fields = [(place, field.name, _nullable(field.type, finite)) for place, field in enumerate(kind)]
     return lambda scalar: {name: write(scalar[place]) for place, name, write in fields}
 
 
-def _nullable(kind: pa.DataType) -> Writer:
-    write = _writer(kind) or _as_python
+def _nullable(kind: pa.DataType, finite: bool) -> Writer:
+    write = _writer(kind, finite) or _as_python
     return lambda scalar: write(scalar) if scalar is not None and scalar.is_valid else None
 
 

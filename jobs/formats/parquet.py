@@ -6,6 +6,7 @@ to retry. A column is read through a buffer, never a row group at once: groups o
 
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,10 +24,12 @@ _BATCH_BYTES = 8 << 20
 _MAX_BATCH_ROWS = 1024
 _ALL_BUFFERS = 64 << 20
 _MAX_BUFFER, _MIN_BUFFER = 4 << 20, 64 << 10
+# What Arrow raises for wrong bytes: names that are not UTF-8 are ValueErrors, lengths that are absurd the last two.
+_BROKEN = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError)
 
 
 class ParquetFacts(NamedTuple):
-    """What a file says of itself. `has_large_groups` is about the columns that are read."""
+    """What a file says of itself."""
 
     rows: int
     schema: pa.Schema
@@ -85,7 +88,7 @@ class ParquetReader:
     def __init__(self, file: RangedFile, label: str, columns: Sequence[str] | None = None) -> None:
         self._file = file
         self._label = label
-        try:
+        with self.explained():
             head = pq.read_metadata(pa.PythonFile(file, mode="r"))
             share = _ALL_BUFFERS // max(head.num_columns, 1)
             self._parquet = pq.ParquetFile(
@@ -95,17 +98,16 @@ class ParquetReader:
                 buffer_size=min(max(share, _MIN_BUFFER), _MAX_BUFFER),
             )
             self.schema = self._parquet.schema_arrow
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
         self._columns = None if columns is None else [name for name in self.schema.names if name in set(columns)]
 
     def facts(self) -> ParquetFacts:
         meta = self._parquet.metadata
-        large = any(
-            meta.row_group(group).num_rows > MAX_GROUP_ROWS
-            or (meta.row_group(group).num_rows > 1 and self._group_bytes(group) > MAX_GROUP_BYTES)
-            for group in range(meta.num_row_groups)
-        )
+        with self.explained():
+            groups = [meta.row_group(group) for group in range(meta.num_row_groups)]
+            large = any(
+                group.num_rows > MAX_GROUP_ROWS or (group.num_rows > 1 and group.total_byte_size > MAX_GROUP_BYTES)
+                for group in groups
+            )
         return ParquetFacts(meta.num_rows, self.schema, large)
 
     def batches(self, start: int, end: int) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -120,9 +122,10 @@ class ParquetReader:
             yield from self._group_batches(group, first, start, end)
 
     def _group_batches(self, group: int, first: int, start: int, end: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        rows = self._parquet.metadata.row_group(group).num_rows
-        size = min(max(_BATCH_BYTES * rows // max(self._group_bytes(group), 1), 1), _MAX_BATCH_ROWS)
-        try:
+        meta = self._parquet.metadata.row_group(group)
+        # Of all columns, and not of those that are read: to ask a damaged file for those ends the process.
+        size = min(max(_BATCH_BYTES * meta.num_rows // max(meta.total_byte_size, 1), 1), _MAX_BATCH_ROWS)
+        with self.explained():
             for batch in self._parquet.iter_batches(size, row_groups=[group], columns=self._columns, use_threads=False):
                 skip = max(start - first, 0)
                 if skip < batch.num_rows:
@@ -130,27 +133,20 @@ class ParquetReader:
                 first += batch.num_rows
                 if first >= end:
                     return
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
 
-    def _group_bytes(self, group: int) -> int:
-        meta = self._parquet.metadata.row_group(group)
-        wanted = None if self._columns is None else set(self._columns)
-        chunks = (meta.column(place) for place in range(meta.num_columns))
-        return sum(
-            chunk.total_uncompressed_size
-            for chunk in chunks
-            if wanted is None or chunk.path_in_schema in wanted or chunk.path_in_schema.partition(".")[0] in wanted
-        )
-
-    def _unreadable(self, error: Exception) -> Exception:
-        if self._file.error is not None:
-            return self._file.error
-        return PagemillError(
-            f"{self._label} is no whole Parquet file: {error}",
-            code="corrupt_input",
-            hint="Make or copy the file again.",
-        )
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turns what Arrow makes of a file into what the store said of it, or into `corrupt_input`."""
+        try:
+            yield
+        except _BROKEN as error:
+            if self._file.error is not None:
+                raise self._file.error from error
+            raise PagemillError(
+                f"{self._label} is no whole Parquet file: {error}",
+                code="corrupt_input",
+                hint="Make or copy the file again.",
+            ) from error
 
 
 def common_schema(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:

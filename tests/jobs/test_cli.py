@@ -73,6 +73,8 @@ BAD_COMMANDS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "'xls' is not one of",
     ),
     "lines of no length": (("submit", "in.jsonl", *RECORDS, "--max-line-bytes", "5"), "usage", "--max-line-bytes"),
+    "columns of lines": (("submit", "in.jsonl", *RECORDS, "--select", "a"), "usage", "are for Parquet"),
+    "a condition on lines": (("submit", "in.jsonl", *RECORDS, "--where", "a = 1"), "usage", "are for Parquet"),
     "a template that is none": (
         ("submit", "in.jsonl", "--model", "tiny", "--template", "a\n{{ b"),
         "usage",
