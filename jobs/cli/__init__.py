@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, cast
 
 import typer
@@ -83,12 +83,32 @@ def _make_app() -> typer.Typer:
             app.command(name, rich_help_panel=panel, context_settings=_CONTEXTS.get(name))(command)
     # Commands that run models come from the workers' room by entry point: this room does not import it.
     for plugin in entry_points(group="pagemill.commands"):
-        command, panel = plugin.load(), _PLUGIN_PANELS.get(plugin.name, "Services")
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=plugin.name, rich_help_panel=panel)
-        else:
-            app.command(plugin.name, rich_help_panel=panel)(command)
+        _add_plugin(app, plugin)
     return app
+
+
+def _add_plugin(app: typer.Typer, plugin: EntryPoint) -> None:
+    """Add a command of another room, or, where what that needs is not installed, one that says so."""
+    panel = _PLUGIN_PANELS.get(plugin.name, "Services")
+    try:
+        command = plugin.load()
+    except ModuleNotFoundError as error:
+        missing = error.name
+
+        def unavailable() -> None:
+            raise UsageError(
+                f"`pagemill {plugin.name}` needs {missing}, which is not installed here.",
+                hint="pip install 'pagemill[worker]'",
+            )
+
+        everything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        text = "Not installed here: pip install 'pagemill[worker]'."
+        app.command(plugin.name, rich_help_panel=panel, help=text, context_settings=everything)(unavailable)
+        return
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=plugin.name, rich_help_panel=panel)
+    else:
+        app.command(plugin.name, rich_help_panel=panel)(command)
 
 
 def main() -> None:
