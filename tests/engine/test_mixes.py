@@ -283,3 +283,22 @@ def test_every_request_is_answered_as_it_is_alone(world):
     assert {"preemptions", "swaps", "cached_tokens", "lora_loads", "nan_logits", "aborted", "invalid_grammar"} <= set(
         seen
     )
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 200])
+def test_stop_strings_are_found_in_text_from_before_and_after_a_preemption(world, num_host_blocks):
+    letters = {"allowed_token_ids": list(range(64, 90)), "n": 5, "seed": 2, "max_tokens": 24}
+
+    def answers(room, **params):
+        outputs, stats = run(world, room, [Ask([1, 2, 3], SamplingParams(**letters, **params), None, b"", None)])
+        return outputs[0].outputs, stats
+
+    # Late, so that nearly all of the text is decoded token by token, and most of it before a preemption.
+    stops = [one.text[17:23] for one in answers(ROOMY)[0]]
+    expected, _ = answers(ROOMY, stop=stops)
+    assert [(len(one.text), one.stop_reason) for one in expected] == [(17, stop) for stop in stops]
+    tight = ROOMY.options | {"block_size": 1, "num_kv_blocks": MAX_MODEL_LEN + 5}
+    found, stats = answers(Room(tight, num_host_blocks, 1000), stop=stops)
+    assert found == expected
+    assert stats.preemptions >= 4, "all but the first"
+    assert bool(stats.swaps) == bool(num_host_blocks)
