@@ -5,6 +5,7 @@ does not see at once to be good, it leaves to `parse_row`: it never says of a ro
 """
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 from pydantic_core import from_json
@@ -21,7 +22,7 @@ ANSWER_TOKENS = 256
 """The guess for an answer without a limit of its own."""
 
 _MAX_KNOWN = 1000
-_LINE_FIELDS = frozenset(LINE_FIELDS)
+_line_fields = itemgetter(*LINE_FIELDS)
 _CHAT_FIELDS = frozenset(
     {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "n"}
     | {"presence_penalty", "frequency_penalty", "stream", "user"}
@@ -89,10 +90,13 @@ def _openai_check(spec: JobSpec) -> Callable[[dict[str, Any]], Counted | None]:
     known: dict[tuple[Any, ...], int] = {}
 
     def check(record: dict[str, Any]) -> Counted | None:
-        if record.keys() != _LINE_FIELDS or record["url"] != CHAT_URL or record["method"] != "POST":
+        try:
+            custom_id, method, url, body = _line_fields(record)
+        except KeyError:
             return None
-        custom_id, body = record["custom_id"], record["body"]
-        if type(custom_id) is not str or not 1 <= len(custom_id) <= MAX_CUSTOM_ID or type(body) is not dict:
+        if len(record) > len(LINE_FIELDS) or url != CHAT_URL or method != "POST" or type(body) is not dict:
+            return None
+        if type(custom_id) is not str or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
             return None
         parameters = _parameters(body, models)
         if parameters is None or not _are_messages(body.get("messages")):
