@@ -16,8 +16,8 @@ from engine.outputs import CompletionOutput, PoolingOutput, RequestOutput, Score
 from engine.pooling.params import PoolingParams
 from engine.pooling.prompts import TextPair
 from engine.process import EngineProcess
-from engine.sampling_params import SamplingParams
-from engine.structured_output import StructuredOutput
+from engine.sampling.params import SamplingParams
+from engine.structured.output import StructuredOutput
 
 if TYPE_CHECKING:
     from engine.llm import LLM

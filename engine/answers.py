@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from engine.detokenizer import decode
-from engine.logprobs import TokenLogprobs
 from engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from engine.request import Request
+from engine.sampling.logprobs import TokenLogprobs
+from engine.sampling.token_bytes import TokenBytes
 from engine.sequence import Sequence
-from engine.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

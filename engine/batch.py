@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.grammar import GrammarMask
 from engine.plan import PlanRow, StepPlan
-from engine.seeds import choice_seed
-from engine.token_rules import LogitEdits, logit_edits
+from engine.sampling.seeds import choice_seed
+from engine.sampling.token_rules import LogitEdits, logit_edits
+from engine.structured.grammar import GrammarMask
 from kernels.ops import AttentionBatch
 
 

@@ -16,7 +16,7 @@ from engine.models.decoder import Decoder
 from engine.pooling.intake import PoolingIntake, PoolingModel
 from engine.request import Request
 from engine.runner import Runner
-from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from engine.scheduler import Scheduler
 from kernels.ops import KVCache, allocate_kv_cache, kv_bytes_per_token
 

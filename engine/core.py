@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 from engine.answers import AnswerWriter
 from engine.detokenizer import StopStringWatcher
 from engine.errors import OutOfMemory, RequestError
-from engine.grammar import GrammarCompiler
-from engine.grammar_queue import GrammarQueue
 from engine.info import EngineInfo, EngineStats
 from engine.lora import LoraCache
 from engine.messages import NewRequest
@@ -20,9 +18,11 @@ from engine.pooling.intake import PoolingIntake, aborted, pooling_output
 from engine.pooling.params import PoolingParams
 from engine.prompts import Prompt, PromptEncoder
 from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.seeds import derive_seed
-from engine.token_rules import encode_bad_words
+from engine.sampling.params import SamplingParams
+from engine.sampling.seeds import derive_seed
+from engine.sampling.token_rules import encode_bad_words
+from engine.structured.grammar import GrammarCompiler
+from engine.structured.queue import GrammarQueue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from engine.pooling.params import PoolingParams
 from engine.pooling.prompts import PoolingPrompt, TextPair
 from engine.pooling.scoring import cosine_scores, head_scores
 from engine.prompts import Message, Prompt
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

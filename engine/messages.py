@@ -6,7 +6,7 @@ from engine.info import EngineStats
 from engine.outputs import EngineOutput
 from engine.pooling.params import PoolingParams
 from engine.pooling.prompts import PoolingPrompt
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from engine.messages import Abort, NewRequest, StepReport, Stop
 from engine.outputs import EngineOutput
 from engine.pooling.params import PoolingParams
 from engine.pooling.prompts import PoolingPrompt
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 
 # How long a child whose pipe is closed may take to be gone.
 _EXIT_GRACE_S = 5.0

@@ -3,15 +3,15 @@
 import sys
 from typing import TYPE_CHECKING
 
-from engine.beam import BeamSearch
 from engine.detokenizer import StopStringWatcher
 from engine.errors import RequestError
-from engine.logprobs import TokenLogprobs
 from engine.pooling.pooler import Pooler
-from engine.sampling_params import SamplingParams
-from engine.seeds import choice_seed
+from engine.sampling.beam import BeamSearch
+from engine.sampling.logprobs import TokenLogprobs
+from engine.sampling.params import SamplingParams
+from engine.sampling.seeds import choice_seed
+from engine.sampling.token_rules import token_rules
 from engine.sequence import Sequence, SequenceStatus
-from engine.token_rules import token_rules
 
 if TYPE_CHECKING:
     from engine.lora import LoraAdapter

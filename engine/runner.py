@@ -8,13 +8,13 @@ from torch import Tensor
 
 from engine.batch import build_batch
 from engine.errors import OutOfMemory
-from engine.grammar import GrammarMasks
 from engine.lora import step_adapters
 from engine.models.adapters import Adapters
 from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
 from engine.pooling.rows import pool_rows
-from engine.prompt_logprobs import prompt_logprobs
-from engine.sampler import sample
+from engine.sampling.prompt_logprobs import prompt_logprobs
+from engine.sampling.sampler import sample
+from engine.structured.grammar import GrammarMasks
 from kernels.ops import AttentionBatch, KVCache, copy_block
 
 

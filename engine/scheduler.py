@@ -21,7 +21,6 @@ from collections.abc import MutableSequence
 from itertools import islice
 
 from engine.admission import BlockForecast
-from engine.beam import BeamSearch
 from engine.block_tables import BlockTables
 from engine.config import SchedulerConfig
 from engine.errors import RequestError, not_numbers
@@ -29,6 +28,7 @@ from engine.info import EngineStats
 from engine.lora import LoraCache
 from engine.plan import PlanDraft, PlanRow, Sampled, StepOutput, StepPlan
 from engine.request import Request
+from engine.sampling.beam import BeamSearch
 from engine.sequence import Sequence, SequenceStatus
 
 

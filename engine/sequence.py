@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from engine.blocks import BlockHash, block_hash, root_hash
 from engine.detokenizer import StopStringWatcher
-from engine.logprobs import TokenLogprobs
 from engine.outputs import FinishReason
-from engine.token_rules import TokenCounts
+from engine.sampling.logprobs import TokenLogprobs
+from engine.sampling.token_rules import TokenCounts
 
 if TYPE_CHECKING:
-    from engine.grammar import GrammarMatcher
     from engine.request import Request
+    from engine.structured.grammar import GrammarMatcher
 
 
 class SequenceStatus(Enum):

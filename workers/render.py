@@ -9,8 +9,8 @@ from engine.outputs import CompletionOutput, EngineOutput, PoolingOutput, Reques
 from engine.outputs import TokenLogprob as EngineLogprob
 from engine.pooling.params import PoolingParams
 from engine.prompts import Prompt
-from engine.sampling_params import SamplingParams
-from engine.structured_output import StructuredOutput
+from engine.sampling.params import SamplingParams
+from engine.structured.output import StructuredOutput
 from jobs.errors import RowError
 from jobs.pooling import Pooling
 from jobs.records import Usage

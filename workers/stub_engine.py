@@ -9,7 +9,7 @@ from engine.info import EngineInfo, EngineStats
 from engine.outputs import CompletionOutput, EngineOutput, RequestOutput
 from engine.pooling.params import PoolingParams
 from engine.prompts import Prompt
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 
 _ANSWER = (CompletionOutput(0, "An answer of a few words, as many would be.", tuple(range(8)), "stop"),)
 _OUTPUT = RequestOutput(0, tuple(range(16)), _ANSWER)

@@ -81,7 +81,10 @@ def load(
 
 
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of what `model` names, without its weights, or None if it has none. Raises what `load` does."""
+    """Return the tokenizer of what `model` names, without its weights, or None if it has none.
+
+    Raises what `load` does.
+    """
     path, _ = locate_model(model, with_code=trust_remote_code)
     return _folder_tokenizer(path, trust_remote_code) if path.is_dir() else gguf_tokenizer(GgufFile(path))
 

@@ -6,7 +6,7 @@ import torch
 from engine import LLM, SamplingParams
 from engine.errors import RequestError
 from engine.messages import NewRequest
-from engine.seeds import choice_seed
+from engine.sampling.seeds import choice_seed
 from tests.engine.models_fixture import byte_tokenizer, tiny_llama
 from tests.engine.toy import VOCAB_SIZE, ToyModel, toy_core, toy_limits, toy_runner
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.core import TokenBudget
 from engine.messages import NewRequest
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from tests.engine.models_fixture import byte_tokenizer
 from tests.engine.toy import (
     EOS,

@@ -11,8 +11,8 @@ from engine.detokenizer import StopStringWatcher
 from engine.loader import load
 from engine.messages import NewRequest
 from engine.plan import MoveKind
+from engine.sampling.seeds import choice_seed
 from engine.scheduler import Scheduler
-from engine.seeds import choice_seed
 from tests.engine.models_fixture import byte_tokenizer, tiny_llama
 from tests.engine.toy import ToyModel, answer, request, run_step, toy_core, toy_limits, toy_runner
 

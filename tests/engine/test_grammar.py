@@ -8,10 +8,10 @@ import time
 import jsonschema
 import pytest
 
-import engine.grammar
+import engine.structured.grammar
 from engine import LLM, RequestError, SamplingParams, StructuredOutput
-from engine.grammar import GrammarCompiler, GrammarMasks
 from engine.messages import NewRequest
+from engine.structured.grammar import GrammarCompiler, GrammarMasks
 from tests.engine.models_fixture import byte_tokenizer, tiny_llama
 from tests.engine.schemas import schemas
 from tests.engine.test_core import finish, text_core
@@ -256,7 +256,7 @@ def test_a_grammar_is_compiled_once_for_all_that_ask_for_it():
 
 
 def test_only_the_grammars_that_were_asked_for_last_are_kept(monkeypatch):
-    monkeypatch.setattr(engine.grammar, "_CACHED_GRAMMARS", 2)
+    monkeypatch.setattr(engine.structured.grammar, "_CACHED_GRAMMARS", 2)
     compiler = GrammarCompiler(byte_tokenizer(), 320, frozenset({257}))
     a, b, c = (StructuredOutput(regex=letter) for letter in "abc")
     kept, gone = compiler.compile(a), compiler.compile(b)
@@ -291,13 +291,13 @@ def test_a_model_without_a_tokenizer_gives_no_structured_output():
 def held_compiler(monkeypatch):
     """Grammars are not compiled before this event is set."""
     go_on = threading.Event()
-    compile_now = engine.grammar._compile
+    compile_now = engine.structured.grammar._compile
 
     def compile_when_told(*args):
         assert go_on.wait(60)
         return compile_now(*args)
 
-    monkeypatch.setattr(engine.grammar, "_compile", compile_when_told)
+    monkeypatch.setattr(engine.structured.grammar, "_compile", compile_when_told)
     yield go_on
     go_on.set()
 

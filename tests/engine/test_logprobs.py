@@ -10,10 +10,10 @@ from transformers import LlamaForCausalLM
 
 from engine import LLM, SamplingParams
 from engine.batch import SamplingBatch
-from engine.logprobs import likeliest, token_logprobs
 from engine.plan import PlanRow
-from engine.prompt_logprobs import prompt_logprobs
-from engine.sampler import sample
+from engine.sampling.logprobs import likeliest, token_logprobs
+from engine.sampling.prompt_logprobs import prompt_logprobs
+from engine.sampling.sampler import sample
 from tests.engine.models_fixture import tiny_llama
 from tests.engine.toy import request
 

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import RequestError
 from engine.lora import FileStamp, LoraAdapter, LoraCache
 from engine.messages import NewRequest
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from tests.engine.toy import answer, request, toy_core, toy_limits, toy_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

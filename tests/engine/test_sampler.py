@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import SamplingBatch
-from engine.sampler import _TOP_P_CANDIDATES, top_k_floor, top_p_floor
-from engine.sampler import sample as sample_rows
-from engine.token_rules import Edit, LogitEdits
+from engine.sampling.sampler import _TOP_P_CANDIDATES, top_k_floor, top_p_floor
+from engine.sampling.sampler import sample as sample_rows
+from engine.sampling.token_rules import Edit, LogitEdits
 
 
 def sample(logits, batch):

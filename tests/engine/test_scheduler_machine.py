@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from engine.plan import MoveKind
+from engine.sampling.seeds import choice_seed
 from engine.scheduler import Scheduler
-from engine.seeds import choice_seed
 from engine.sequence import SequenceStatus
 from tests.engine.toy import EOS, answer, request, run_step, toy_limits, toy_runner
 

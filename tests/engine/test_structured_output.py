@@ -6,8 +6,8 @@ import pytest
 
 from engine.errors import RequestError
 from engine.messages import NewRequest
-from engine.sampling_params import SamplingParams
-from engine.structured_output import StructuredOutput
+from engine.sampling.params import SamplingParams
+from engine.structured.output import StructuredOutput
 
 
 def test_a_schema_and_its_text_are_the_same_and_keep_the_order_of_their_keys():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from engine.token_bytes import TokenBytes
+from engine.sampling.token_bytes import TokenBytes
 from tests.engine.models_fixture import byte_tokenizer
 from tests.engine.test_detokenizer import METASPACE, SAMPLES
 

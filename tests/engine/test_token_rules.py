@@ -16,8 +16,8 @@ from transformers import (
 
 from engine.errors import RequestError
 from engine.request import Request
-from engine.sampling_params import SamplingParams
-from engine.token_rules import TokenCounts, apply_edits, encode_bad_words, logit_edits
+from engine.sampling.params import SamplingParams
+from engine.sampling.token_rules import TokenCounts, apply_edits, encode_bad_words, logit_edits
 from tests.engine.models_fixture import byte_tokenizer
 from tests.engine.toy import EOS, VOCAB_SIZE
 

@@ -17,7 +17,7 @@ from engine.info import EngineInfo
 from engine.plan import StepOutput, StepPlan
 from engine.request import Request
 from engine.runner import Runner
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.scheduler import Scheduler
 from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache
 from kernels.reference import gumbel_noise

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import EngineDied, ModelNotFound, RequestError
 from engine.outputs import RequestOutput
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 from tests.workers.stub_engine import CONFIG, INFO, Engines, answer_to
 from workers.host import Call, EngineHost
 from workers.render import EngineRequest

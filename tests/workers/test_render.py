@@ -9,8 +9,8 @@ import pytest
 from engine.errors import RequestError
 from engine.outputs import CompletionOutput, FinishReason, PoolingOutput, RequestOutput, TokenLogprob
 from engine.pooling.params import PoolingParams
-from engine.sampling_params import SamplingParams
-from engine.structured_output import StructuredOutput
+from engine.sampling.params import SamplingParams
+from engine.structured.output import StructuredOutput
 from jobs.errors import RowError
 from jobs.records import Usage
 from jobs.results import Choice, Completion, Embeddings, Outcome

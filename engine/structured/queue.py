@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from engine.errors import RequestError
-from engine.grammar import GrammarCompiler, GrammarMatcher
 from engine.request import Request
+from engine.structured.grammar import GrammarCompiler, GrammarMatcher
 
 
 class GrammarQueue:

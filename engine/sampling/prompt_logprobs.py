@@ -6,8 +6,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from engine.logprobs import TokenLogprobs, token_logprobs
 from engine.plan import PlanRow
+from engine.sampling.logprobs import TokenLogprobs, token_logprobs
 
 # The logits of a chunk of a prompt, all at once, would take more memory than the model's own work.
 _ROWS_AT_ONCE = 1024

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import SamplingBatch
-from engine.logprobs import likeliest, token_logprobs
 from engine.plan import Sampled
-from engine.token_rules import apply_edits
+from engine.sampling.logprobs import likeliest, token_logprobs
+from engine.sampling.token_rules import apply_edits
 from kernels.bitmask import apply_token_bitmask
 from kernels.ops import kernels_for
 

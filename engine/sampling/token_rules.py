@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling_params import SamplingParams
+from engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

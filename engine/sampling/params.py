@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from engine.errors import RequestError
-from engine.structured_output import StructuredOutput
+from engine.structured.output import StructuredOutput
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 1024
@@ -50,8 +50,8 @@ class SamplingParams:
         bad_words: Strings whose tokens, with a space before them or without, are never generated in a row.
         allowed_token_ids: The only tokens that may be generated. None: all.
         seed: The noise of token t is a function of (seed, t, vocabulary id) only, so that equal seeds give equal
-            answers in any batch. Answer i of several has the noise of `engine.seeds.choice_seed(seed, i)`. None: a seed
-            derived from the engine's seed and the request's index.
+            answers in any batch. Answer i of several has the noise of `choice_seed(seed, i)`, see
+            `engine.sampling.seeds`. None: a seed derived from the engine's seed and the request's index.
         stop: One string or several; the first to appear ends the request, and the text is cut before it.
         stop_token_ids: Token ids that end the request, beside the model's own.
         ignore_eos: Go on past the model's end-of-sequence tokens.

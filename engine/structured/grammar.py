@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import RequestError
 from engine.machine import usable_cores
 from engine.plan import PlanRow
-from engine.structured_output import StructuredOutput
+from engine.structured.output import StructuredOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
