@@ -212,6 +212,8 @@ class ValkeyServer:
             self._process.wait()
 
     def restart(self) -> None:
+        """Kill it, and start it with what is on disk: with `appendfsync everysec` that may lag by a second or two."""
+        assert self.client.execute_command("WAITAOF", 1, 0, 10_000)[0] == 1
         self.kill()
         self.start()
 

@@ -186,7 +186,7 @@ def test_workers_are_known_as_long_as_they_speak(ledger: Ledger) -> None:
     assert ledger.client.smembers("pm:workers") == set()
 
 
-def test_what_was_acknowledged_survives_a_killed_server(valkey: ValkeyServer) -> None:
+def test_what_is_on_disk_survives_a_killed_server(valkey: ValkeyServer) -> None:
     ledger = Ledger(connect(valkey.url))
     spec = opened(ledger, 2)
     lease = leased(ledger, spec)
