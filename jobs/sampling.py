@@ -64,8 +64,8 @@ class Sampling(BaseModel):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Choices | None = None
     best_of: Choices | None = None
-    beam_width: Choices | None = None
-    length_penalty: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    beam_width: Annotated[int, Field(ge=1, le=64)] | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -73,7 +73,7 @@ class Sampling(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     logit_bias: (
         Annotated[tuple[tuple[TokenId, Annotated[float, Field(ge=-100, le=100)]], ...], BeforeValidator(_bias_pairs)]
         | None
