@@ -1,11 +1,12 @@
 """What comes back for one request."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from engine.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # OpenAI's words, and two more: `error` (see RequestOutput.error) and `abort` (the caller's own doing).
 FinishReason = Literal["stop", "length", "error", "abort"]
@@ -85,6 +86,13 @@ class RequestOutput:
         return cls(index, prompt_token_ids, (CompletionOutput(0, "", (), "error"),), error=error)
 
 
+def _no_data() -> "np.ndarray":
+    # Here, since a worker that runs no model is installed without numpy, and imports this file.
+    import numpy as np
+
+    return np.empty(0, np.float32)
+
+
 # Not compared by value: arrays do not compare to one truth.
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingOutput:
@@ -101,7 +109,7 @@ class PoolingOutput:
 
     index: int
     prompt_token_ids: tuple[int, ...]
-    data: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    data: "np.ndarray" = field(default_factory=_no_data)
     num_cached_tokens: int = 0
     error: RequestError | None = None
 

@@ -51,6 +51,9 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
 
 _PLUGIN_PANELS = {"estimate": "Jobs", "bench": "Operations"}
 _CONTEXTS = {"run-batch": FOREIGN_FLAGS}
+_OF_MODELS = frozenset(
+    {"gguf", "huggingface_hub", "llguidance", "numpy", "psutil", "safetensors", "tokenizers", "torch", "transformers"}
+)
 
 
 def _version(asked: bool) -> None:
@@ -96,10 +99,7 @@ def _add_plugin(app: typer.Typer, plugin: EntryPoint) -> None:
         missing = error.name
 
         def unavailable() -> None:
-            raise UsageError(
-                f"`pagemill {plugin.name}` needs {missing}, which is not installed here.",
-                hint="pip install 'pagemill[worker]'",
-            )
+            raise _not_installed(f"`pagemill {plugin.name}`", missing)
 
         everything = {"ignore_unknown_options": True, "allow_extra_args": True}
         text = "Not installed here: pip install 'pagemill[worker]'."
@@ -122,8 +122,17 @@ def main() -> None:
         _report(error)
     except RedisError as error:
         _report(unreachable(settings().ledger_url, error))
+    except ModuleNotFoundError as error:
+        # What runs models is imported when it is used.
+        if error.name not in _OF_MODELS:
+            raise
+        _report(_not_installed("This", error.name))
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _not_installed(what: str, module: str | None) -> UsageError:
+    return UsageError(f"{what} needs {module}, which is not installed here.", hint="pip install 'pagemill[worker]'")
 
 
 def _report(error: PagemillError) -> None:
