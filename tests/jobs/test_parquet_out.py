@@ -79,7 +79,7 @@ _CHILD = """
 
 
 def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
-    """A hundred megabytes of parts take little more than one part does."""
+    """A quarter of a gigabyte of parts takes little more than one part does."""
     noise = [os.urandom(40_000) for _ in range(100)]
     table = pa.table({"data": noise, "words": [["some", "words"]] * 100})
     file = written(table, tmp_path / "part", group_rows=20)
@@ -90,6 +90,7 @@ def test_memory_does_not_grow_with_the_number_of_files(tmp_path: Path) -> None:
         done = subprocess.run(child, capture_output=True, text=True, check=True)
         return int(done.stdout)
 
-    one, many = peak_kib(1), peak_kib(25)
-    assert pq.read_metadata(tmp_path / "out").num_rows == 2500
-    assert many - one < 40 * 1024
+    one, many = peak_kib(1), peak_kib(60)
+    assert pq.read_metadata(tmp_path / "out").num_rows == 6000
+    # What allocators keep for later differs from run to run by some tens of megabytes.
+    assert many - one < 100 * 1024
