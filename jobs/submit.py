@@ -43,9 +43,9 @@ def prepare(
     stores: Stores,
     settings: Settings,
     rows: OpenAIRows | RecordRows,
-    input_options: InputOptions = InputOptions(),  # noqa: B008 (frozen)
-    sampling: Sampling = Sampling(),  # noqa: B008
-    pooling: Pooling = Pooling(),  # noqa: B008
+    input_options: InputOptions = InputOptions(),
+    sampling: Sampling = Sampling(),
+    pooling: Pooling = Pooling(),
     output: str | None = None,
     output_format: OutputFormat | None = None,
     taken_up: bool = False,
@@ -53,7 +53,7 @@ def prepare(
     model_aliases: tuple[str, ...] = (),
     lora: str | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
-    terms: Terms = Terms(),  # noqa: B008
+    terms: Terms = Terms(),
     idempotency_key: str | None = None,
     job_id: str | None = None,
 ) -> JobSpec:

@@ -149,3 +149,14 @@ class PagedRun:
         hidden = self.decoder.forward(flat, positions, flat_batch(chunks, self.block_size), self.kv)
         logits = self.decoder.logits(hidden)
         return dict(zip(tokens, logits.split([chunk.num_tokens for chunk in chunks]), strict=True))
+
+
+def check_same_bits_in_any_company(decoder: Decoder, rows: Mapping[str, Sequence[int]]) -> None:
+    """Each row's logits are the same to the bit with all others, alone, and with its prompt cut in two."""
+    together = PagedRun(decoder, num_blocks=200)
+    prompts = together.step({name: ids[:-1] for name, ids in rows.items()})
+    decoded = together.step({name: ids[-1:] for name, ids in rows.items()})
+    for name, ids in rows.items():
+        alone = PagedRun(decoder)
+        logits = [alone.step({name: part})[name] for part in (ids[:9], ids[9:-1], ids[-1:])]
+        assert torch.equal(torch.cat(logits), torch.cat([prompts[name], decoded[name]])), name

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine.loader import load
-from tests.engine.models_fixture import PagedRun, tiny_llama, tiny_mistral
+from tests.engine.models_fixture import PagedRun, check_same_bits_in_any_company, tiny_llama, tiny_mistral
 
 CPU = torch.device("cpu")
 LLAMA3_ROPE = {
@@ -109,10 +109,4 @@ def test_in_bfloat16_a_row_has_the_same_bits_alone_in_company_and_in_chunks(tmp_
     folder = tiny_llama(tmp_path, num_hidden_layers=3, hidden_size=192, num_attention_heads=3, num_key_value_heads=1)
     decoder = load(str(folder), dtype=torch.bfloat16, device=CPU).decoder
     rows = {f"row {index}": tokens(20 + 7 * index, index) for index in range(12)}
-    together = PagedRun(decoder, num_blocks=200)
-    prompts = together.step({name: ids[:-1] for name, ids in rows.items()})
-    decoded = together.step({name: ids[-1:] for name, ids in rows.items()})
-    for name, ids in rows.items():
-        alone = PagedRun(decoder)
-        logits = [alone.step({name: part})[name] for part in (ids[:9], ids[9:-1], ids[-1:])]
-        assert torch.equal(torch.cat(logits), torch.cat([prompts[name], decoded[name]])), name
+    check_same_bits_in_any_company(decoder, rows)

@@ -15,7 +15,7 @@ from engine.loader.peft import adapter_targets
 from engine.models.config import MixtureConfig
 from engine.models.moe import MixtureOfExperts
 from kernels.ops import kernels_for
-from tests.engine.models_fixture import PagedRun
+from tests.engine.models_fixture import check_same_bits_in_any_company
 from tests.engine.test_families import SMALL, random_model, tokens
 
 CPU = torch.device("cpu")
@@ -63,13 +63,7 @@ def test_in_bfloat16_a_row_has_the_same_bits_alone_in_company_and_in_chunks(tmp_
     random_model(MixtralConfig(**SMALL, num_local_experts=6)).save_pretrained(tmp_path)
     decoder = load(str(tmp_path), dtype=torch.bfloat16, device=CPU).decoder
     rows = {f"row {index}": tokens(20 + 7 * index, index) for index in range(8)}
-    together = PagedRun(decoder, num_blocks=120)
-    prompts = together.step({name: ids[:-1] for name, ids in rows.items()})
-    decoded = together.step({name: ids[-1:] for name, ids in rows.items()})
-    for name, ids in rows.items():
-        alone = PagedRun(decoder)
-        logits = [alone.step({name: part})[name] for part in (ids[:9], ids[9:-1], ids[-1:])]
-        assert torch.equal(torch.cat(logits), torch.cat([prompts[name], decoded[name]])), name
+    check_same_bits_in_any_company(decoder, rows)
 
 
 def test_adapters_can_change_a_dense_layer_and_no_expert(tmp_path):

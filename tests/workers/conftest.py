@@ -1,6 +1,8 @@
 """A worker without its process: slots, heartbeat, host, ledger and store are real, and the engine is a stub."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from workers.slot import SlotContext, Stopping, work
 
 TTL = 0.6
 WINDOW = 3
+WAIT_S = 20
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +78,15 @@ def bench(site: Site, engines: Engines) -> Iterator[Bench]:
     yield Bench(site, context)
     heartbeat.stop()
     host.stop()
+
+
+@contextmanager
+def at_work(bench: Bench, spec: JobSpec) -> Iterator[None]:
+    """A slot works in a thread of its own; it has ended when the block has."""
+    slot = threading.Thread(target=bench.work, args=(spec,))
+    slot.start()
+    try:
+        yield
+    finally:
+        slot.join(WAIT_S)
+    assert not slot.is_alive()

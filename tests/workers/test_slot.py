@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,22 +17,8 @@ from jobs.records import SegmentRecord, Usage
 from jobs.spec import OpenAIRows
 from tests.jobs.ledgers import key, let_leases_run_out
 from tests.jobs.site import Site, prompts
-from tests.workers.conftest import WINDOW, Bench
+from tests.workers.conftest import WAIT_S, WINDOW, Bench, at_work
 from tests.workers.stub_engine import Engines, answer_to, text_of
-
-WAIT_S = 20
-
-
-@contextmanager
-def at_work(bench: Bench, spec: Any) -> Iterator[None]:
-    """A slot works in a thread of its own; it has ended when the block has."""
-    slot = threading.Thread(target=bench.work, args=(spec,))
-    slot.start()
-    try:
-        yield
-    finally:
-        slot.join(WAIT_S)
-    assert not slot.is_alive()
 
 
 def segment(site: Site, spec: Any, shard: int = 0) -> SegmentRecord:

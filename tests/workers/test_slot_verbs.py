@@ -1,9 +1,7 @@
 """What people ask of a job while it runs: slow rows, identical rows, a pause, a deadline, and its failed rows again."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,25 +21,12 @@ from jobs.submit import enter
 from tests.jobs.ledgers import key
 from tests.jobs.site import Site
 from tests.jobs.specs import request
-from tests.workers.conftest import WINDOW, Bench
+from tests.workers.conftest import WINDOW, Bench, at_work
 from tests.workers.stub_engine import INFO, Engines, answer_to, text_of
 from workers.render import EngineRequest
 from workers.slot import work
 
-WAIT_S = 20
 GREEDY = Sampling(temperature=0)
-
-
-@contextmanager
-def at_work(bench: Bench, spec: JobSpec) -> Iterator[None]:
-    """A slot works in a thread of its own; it has ended when the block has."""
-    slot = threading.Thread(target=bench.work, args=(spec,))
-    slot.start()
-    try:
-        yield
-    finally:
-        slot.join(WAIT_S)
-    assert not slot.is_alive()
 
 
 def submitted(site: Site, data: list[Any], **fields: Any) -> JobSpec:
