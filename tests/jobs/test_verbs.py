@@ -197,7 +197,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def submit(site: Site, source: str = "in.jsonl", terms: Terms = Terms(), **fields: Any) -> JobSpec:  # noqa: B008
+def submit(site: Site, source: str = "in.jsonl", terms: Terms = Terms(), **fields: Any) -> JobSpec:
     shape = {"model": "tiny", "rows": RecordRows(prompt_column="q"), **fields}
     spec = prepare(source, stores=site.stores, settings=site.settings, terms=terms, idempotency_key=KEY, **shape)
     return enter(spec, site.ledger, site.stores, site.tokens)

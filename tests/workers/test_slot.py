@@ -74,6 +74,21 @@ def test_a_row_of_several_inputs_is_settled_when_all_are(bench: Bench, engines: 
     assert bench.site.ledger.view(spec.id).usage == Usage(prompt_tokens=8)
 
 
+def test_a_stop_is_heard_while_an_input_of_a_row_is_not_answered(bench: Bench, engines: Engines) -> None:
+    engines.by_hand = True
+    body = {"input": ["a", "b"]}
+    spec = bench.site.submit(
+        [{"custom_id": "r", "method": "POST", "url": "/v1/embeddings", "body": body}], rows=OpenAIRows()
+    )
+    bench.site.control.plan(spec.id)
+    with at_work(bench, spec):
+        engines.last.wait_for(2)
+        (future, _), _ = engines.last.in_flight()
+        engines.last.answer(future, PoolingOutput(0, (1,), np.zeros(1, np.float32)))
+        bench.context.stopping.set()
+    assert tries(bench.site, spec) == {"0": "0"}
+
+
 def test_rows_stand_in_order_whatever_order_they_are_answered_in(
     bench: Bench, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
