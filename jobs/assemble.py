@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
 
 from jobs.errors import InputChanged, ObjectNotFound, PreconditionFailed, RowError
+from jobs.failpoints import failpoint
 from jobs.joining import join_output
 from jobs.layout import JobLayout
 from jobs.ledger import Ending, Ledger
@@ -57,10 +58,14 @@ def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callabl
         if (record := records.get(shard.index)) is not None and shard.index not in vanished
     }
     manifest = _join(spec, stores, planned, segments, ending, on_progress)
+    failpoint("job.joined")
     view = ledger.view(spec.id)
     times = {name: getattr(view, name) for name in ("in_progress_at", "started_at", "finalizing_at")}
     manifest = manifest.model_copy(update={**times, "ended_at": int(time.time())})
-    ledger.finish(_publish(stores, spec.layout, manifest), from_state)
+    published = _publish(stores, spec.layout, manifest)
+    failpoint("job.published")
+    ledger.finish(published, from_state)
+    failpoint("job.finished")
 
 
 def _stored_plan(stores: Stores, layout: JobLayout) -> Plan:

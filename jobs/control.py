@@ -17,6 +17,7 @@ from jobs.assemble import assemble
 from jobs.attempts import left_in_storage
 from jobs.broker import CONTROL_QUEUE, PLAN, Tokens, model_queue, queue_key
 from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, RowError, ServiceUnreachable, StorageError
+from jobs.failpoints import failpoint
 from jobs.layout import JobLayout
 from jobs.ledger import Ledger
 from jobs.planner import Plan, Planned, dump_plan, load_plan, plan
@@ -71,10 +72,12 @@ class Control:
             except PagemillError as error:
                 self._refuse(spec, [RowError(code=error.code, message=str(error))])
                 return
+            failpoint("plan.stored")
             if planned is not None and self._ledger.add_shards(job_id, planned.shards) == "ok":
                 if stored is not None:
                     left = left_in_storage(self._stores, spec.layout, planned, keep_lock)
                     self._ledger.adopt(job_id, left.segments, left.fence)
+                failpoint("plan.added")
                 self._ledger.open(
                     spec,
                     shards=len(planned.shards),
@@ -82,6 +85,7 @@ class Control:
                     errors=planned.first_errors,
                     error_count=planned.bad,
                 )
+                failpoint("plan.opened")
                 self._tokens.work(spec.model, min(len(planned.shards), FIRST_TOKENS))
 
     def assemble(self, job_id: str) -> None:

@@ -13,6 +13,7 @@ from typing import IO, Any, Protocol, Self
 import pyarrow as pa
 
 from jobs.errors import RowError
+from jobs.failpoints import failpoint
 from jobs.formats.parquet_out import parquet_writer, write_group
 from jobs.ledger import Lease
 from jobs.output import OutputCompression
@@ -168,7 +169,9 @@ class Spool:
         self._finished_at = self._finished_at or time.time()
         times = {"started_at": self._started_at, "finished_at": self._finished_at}
         by = {"engine": engine, "worker": worker}
+        failpoint("segment.begun")
         record = self.put_parts(shard, fence, attempt).model_copy(update={**by, **times})
+        failpoint("segment.put")
         self._stores.put(self._spec.layout.record(shard, fence, attempt), record.model_dump_json().encode())
         return record
 

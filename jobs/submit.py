@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from jobs.broker import PLAN, Tokens
 from jobs.errors import IdempotencyConflict, ObjectNotFound, PreconditionFailed, UsageError
+from jobs.failpoints import failpoint
 from jobs.inputs import InputOptions, find_files, place_files, require_column
 from jobs.layout import JobLayout, absolute_url
 from jobs.ledger import Ledger
@@ -122,7 +123,9 @@ def enter(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens) -> JobS
         stores.put_if_absent(spec.layout.spec, spec.model_dump_json().encode())
     except PreconditionFailed:
         spec = _submitted_before(spec, stores)
+    failpoint("submit.stored")
     ledger.create(spec)
+    failpoint("submit.entered")
     tokens.send(PLAN, spec.id)
     return spec
 

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from engine.errors import EngineDied, RequestError
 from jobs.broker import Tokens
 from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable, StorageError
+from jobs.failpoints import failpoint
 from jobs.ledger import EQUAL_SHARES, FairShare, Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
 from jobs.records import SegmentRecord
@@ -121,6 +122,7 @@ def work(model: str, context: SlotContext) -> None:
             continue
         if lease is None:
             return
+        failpoint("lease.taken")
         Attempt(lease, context).run()
 
 
@@ -239,6 +241,7 @@ class Attempt:
         self._asked[planned.index] = AskedRow(planned, planned.row, calls, len(calls))
         for call in calls:
             call.answer.add_done_callback(lambda _: self._events.put(planned.index))
+        failpoint("row.asked")
 
     def _await_one(self) -> None:
         if (wait_s := self._look_at - time.monotonic()) <= 0:
@@ -319,7 +322,9 @@ class Attempt:
                 context.stopping.wait(_MAX_RETRY_S)
 
     def _commit(self, record: SegmentRecord) -> None:
+        failpoint("segment.recorded")
         verdict = self._persistently(lambda: self._context.ledger.commit(self._lease, record))
+        failpoint("shard.committed")
         if verdict != "ok":
             raise ShardAbandoned(verdict)
         # Only for speed: were this lost, the sweeper would find the job `finalizing`.
