@@ -1,18 +1,16 @@
 """Servers for tests: real processes or threads behind real sockets, on free ports, gone at the end of the block."""
 
 import re
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import boto3.session
 import redis
@@ -110,67 +108,6 @@ def _address_in(log: Iterator[str]) -> str:
             return found.group()
         lines.append(line)
     raise RuntimeError(f"rclone ended before it listened: {''.join(lines)}")
-
-
-class TcpProxy:
-    """Stands between a client and a server, and cuts connections when told to."""
-
-    def __init__(self, endpoint: str) -> None:
-        parts = urlsplit(endpoint)
-        self._target = (parts.hostname or "", parts.port or 80)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._cuts: deque[int] = deque()
-        self._lock = threading.Lock()
-        self.connections_cut = 0
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut_after(self, *sizes: int) -> None:
-        """Lets so many bytes of answers pass and cuts that connection; then the same with the next size."""
-        with self._lock:
-            self._cuts.extend(sizes)
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
-                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
-                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                passed = self._passed(len(data)) if is_answer else len(data)
-                sink.sendall(data[:passed])
-                if passed < len(data):
-                    break
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def _passed(self, size: int) -> int:
-        with self._lock:
-            if not self._cuts:
-                return size
-            if self._cuts[0] >= size:
-                self._cuts[0] -= size
-                return size
-            self.connections_cut += 1
-            return self._cuts.popleft()
-
-
-@contextmanager
-def tcp_proxy(endpoint: str) -> Iterator[TcpProxy]:
-    proxy = TcpProxy(endpoint)
-    try:
-        yield proxy
-    finally:
-        proxy.close()
 
 
 class ValkeyServer:

@@ -16,7 +16,8 @@ from jobs.storage.base import MIB
 from jobs.storage.s3_errors import explained
 from jobs.storage.s3_object import S3Object
 from jobs.storage.s3_upload import MAX_PARTS, part_size
-from tests.servers import BUCKET, S3Server, TcpProxy, tcp_proxy
+from tests.proxy import TcpProxy, tcp_proxy
+from tests.servers import BUCKET, S3Server
 
 
 def store_at(server: S3Server, endpoint: str | None = None, **changes: Any) -> S3Store:
