@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from jobs.formats.json_keys import count_keys, repeated_key
-from jobs.openai_rows import CHAT_URL, LINE_FIELDS, MAX_CUSTOM_ID, read_request
+from jobs.openai_rows import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, LINE_FIELDS, MAX_CUSTOM_ID, read_request
 from jobs.pooling import Pooling
 from jobs.row_fields import RowRefused, is_plain_message
 from jobs.rows import MAX_DEPTH, SAMPLING_COLUMNS, result_columns
@@ -21,17 +21,14 @@ from jobs.spec import JobSpec, OpenAIRows, RecordRows
 ANSWER_TOKENS = 256
 """The guess for an answer without a limit of its own."""
 
-_MAX_KNOWN = 1000
-_line_fields = itemgetter(*LINE_FIELDS)
-_CHAT_FIELDS = frozenset(
-    {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "n"}
-    | {"presence_penalty", "frequency_penalty", "stream", "user"}
-)
-
-
-Counted = tuple[str | None, int, int | None]
-"""A good row's custom_id, the most tokens of its answers, and its keys, where they are counted and none lies deep."""
 QuickCheck = Callable[[bytes], tuple[str | None, int] | None]
+_Counted = tuple[str | None, int, int | None]
+"""A good row's custom_id, the most tokens of its answers, and its keys, where they are counted and none lies deep."""
+
+_MAX_KNOWN = 1000
+_SEEDS = range(-(2**63), 2**63)
+_BOXES = frozenset({dict, list})
+_line_fields = itemgetter(*LINE_FIELDS)
 
 
 def answer_tokens(params: Sampling | Pooling) -> int:
@@ -51,7 +48,8 @@ def quick_check(spec: JobSpec) -> QuickCheck:
 
     def look(data: bytes) -> tuple[str | None, int] | None:
         try:
-            record = from_json(data, allow_inf_nan=False)
+            # Of all strings, only keys come again and again.
+            record = from_json(data, allow_inf_nan=False, cache_strings="keys")
         except ValueError:
             return None
         if type(record) is not dict or (found := check(record)) is None:
@@ -67,7 +65,7 @@ def quick_check(spec: JobSpec) -> QuickCheck:
     return look
 
 
-def _record_check(shape: RecordRows, spec: JobSpec) -> Callable[[dict[str, Any]], Counted | None]:
+def _record_check(shape: RecordRows, spec: JobSpec) -> Callable[[dict[str, Any]], _Counted | None]:
     special = frozenset((*result_columns(spec), *SAMPLING_COLUMNS))
     column = shape.prompt_column or shape.messages_column
     tokens = answer_tokens(spec.pooling if shape.embed else spec.sampling)
@@ -75,59 +73,68 @@ def _record_check(shape: RecordRows, spec: JobSpec) -> Callable[[dict[str, Any]]
     if column is None or shape.system_template is not None:
         return lambda record: None
 
-    def check(record: dict[str, Any]) -> Counted | None:
+    def check(record: dict[str, Any]) -> _Counted | None:
         if not is_good(record.get(column)) or not special.isdisjoint(record):
             return None
         custom_id = record.get("custom_id")
         counts = type(custom_id) is str and len(custom_id) <= MAX_CUSTOM_ID
-        return custom_id if counts else None, tokens, None
+        is_flat = _BOXES.isdisjoint(map(type, record.values()))
+        return custom_id if counts else None, tokens, len(record) if is_flat else None
 
     return check
 
 
-def _openai_check(spec: JobSpec) -> Callable[[dict[str, Any]], Counted | None]:
-    models = frozenset((spec.model, *spec.model_aliases))
+def _openai_check(spec: JobSpec) -> Callable[[dict[str, Any]], _Counted | None]:
     known: dict[tuple[Any, ...], int] = {}
 
-    def check(record: dict[str, Any]) -> Counted | None:
+    def check(record: dict[str, Any]) -> _Counted | None:
         try:
             custom_id, method, url, body = _line_fields(record)
         except KeyError:
             return None
-        if len(record) > len(LINE_FIELDS) or url != CHAT_URL or method != "POST" or type(body) is not dict:
+        if len(record) > len(LINE_FIELDS) or method != "POST" or type(url) is not str or type(body) is not dict:
             return None
         if type(custom_id) is not str or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
             return None
-        parameters = _parameters(body, models)
-        if parameters is None or not _are_messages(body.get("messages")):
+        asked = _ASKED.get(url)
+        if asked is None:
             return None
-        tokens = known.get(parameters)
+        name, is_good = asked
+        content = body.pop(name, None)
+        if not is_good(content):
+            return None
+        parameters = _parameters(url, body)
+        try:
+            tokens = known.get(parameters)
+        except TypeError:
+            return None  # an array or an object is among them
         if tokens is None:
+            body[name] = content
             try:
                 tokens = answer_tokens(read_request(record, spec).params)
             except RowRefused:
                 return None
+            del body[name]
             if len(known) < _MAX_KNOWN:
                 known[parameters] = tokens
-        return custom_id, tokens, len(record) + len(body) + 2 * len(body["messages"])
+        in_content = 2 * len(content) if url == CHAT_URL else 0
+        return custom_id, tokens, len(LINE_FIELDS) + 1 + len(body) + in_content
 
     return check
 
 
-def _parameters(body: dict[str, Any], models: frozenset[str]) -> tuple[Any, ...] | None:
-    """All of a body but its messages as a key, with types: true is not 1. None where it holds anything unusual."""
-    key: list[Any] = []
-    for name, value in body.items():
-        if name == "model":
-            if type(value) is not str or value not in models:
-                return None
-        elif name in _CHAT_FIELDS:
-            if type(value) not in (int, float, str, bool):
-                return None
-            key += (name, value, type(value))
-        elif name != "messages":
-            return None
-    return tuple(key)
+def _parameters(url: str, body: dict[str, Any]) -> tuple[Any, ...]:
+    """What of a row decides how long it may answer, as a key; with types, since true is not 1.
+
+    What may differ from row to row and changes nothing is replaced in `body`.
+    """
+    seed = body.get("seed")
+    if type(seed) is int and seed in _SEEDS:
+        body["seed"] = 0
+    if "user" in body:
+        body["user"] = None
+    values = body.values()
+    return (url, *body, *values, *map(type, values))
 
 
 def _is_prompt(value: Any) -> bool:
@@ -136,3 +143,11 @@ def _is_prompt(value: Any) -> bool:
 
 def _are_messages(value: Any) -> bool:
     return type(value) is list and bool(value) and all(map(is_plain_message, value))
+
+
+_ASKED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    CHAT_URL: ("messages", _are_messages),
+    COMPLETIONS_URL: ("prompt", _is_prompt),
+    EMBEDDINGS_URL: ("input", _is_prompt),
+}
+"""What a body asks, by the URL, and whether it is as most are."""
