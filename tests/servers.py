@@ -120,6 +120,11 @@ class ValkeyServer:
         self.url = Settings(state_dir=folder, redis_url="").ledger_url
         self.client = redis.Redis.from_url(self.url, decode_responses=True)
 
+    @property
+    def data_dir(self) -> Path:
+        """Where its append-only files are."""
+        return self._folder / "valkey"
+
     def settings(self, **fields: object) -> Settings:
         return Settings(**{"state_dir": self._folder, "redis_url": self.url, **fields})
 

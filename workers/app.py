@@ -15,6 +15,7 @@ from celery import Celery, signals
 
 from engine.config import EngineConfig
 from engine.info import EngineInfo
+from engine.process import EngineProcess
 from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, WORK, Tokens, make_app, model_queue
 from jobs.connection import connect
 from jobs.control import Control
@@ -36,14 +37,21 @@ _USUAL_SHARD_ROWS = 256
 _ENGINE_STOP_S = 1.0
 
 
-def serve_model(settings: Settings, config: EngineConfig, *, served_name: str, slots: int | None) -> int:
+def serve_model(
+    settings: Settings,
+    config: EngineConfig,
+    *,
+    served_name: str,
+    slots: int | None,
+    make_engine: Callable[[EngineConfig], EngineProcess] = EngineProcess,
+) -> int:
     """Run a worker for one model until it is told to stop; returns its exit code.
 
     Raises ServiceUnreachable before, and the engine's own error if the model cannot be loaded.
     """
     ledger = Ledger(connect(settings.ledger_url))
     # As if asked to stop from outside: shards are given back, and whoever keeps workers starts another.
-    host = EngineHost(config, on_hopeless=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    host = EngineHost(config, make_engine, on_hopeless=lambda: os.kill(os.getpid(), signal.SIGTERM))
     info = host.start()
     try:
         slots = slots or slots_for(info.max_num_seqs)

@@ -58,13 +58,17 @@ def _sampling_params(job_id: str, index: int, row: Row, sampling: Sampling) -> S
     if "max_tokens" not in given:
         given["max_tokens"] = _COMPLETION_MAX_TOKENS if row.kind == "completion" else None
     if "seed" not in given:
-        digest = hashlib.blake2b(f"{job_id}:{index}:0".encode(), digest_size=8).digest()
-        given["seed"] = int.from_bytes(digest, "big", signed=True)
+        given["seed"] = seed_of(job_id, index)
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     if "structured_output" in given:
         given["structured_output"] = _structured_output(given["structured_output"])
     return SamplingParams(**given)
+
+
+def seed_of(job_id: str, index: int) -> int:
+    """The seed of row `index` of a job, where the row names none."""
+    return int.from_bytes(hashlib.blake2b(f"{job_id}:{index}:0".encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _structured_output(wanted: WantedOutput) -> StructuredOutput:

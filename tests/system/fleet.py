@@ -1,0 +1,219 @@
+"""Real processes around a stub engine: Valkey, control workers, model workers; each can be killed, stopped and armed.
+
+What a fault test needs to be quick: a worker is up in a second or two, a shard has four rows, and what takes a minute
+by default takes a second or two.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs.broker import Tokens, make_app, model_queue, queue_key
+from jobs.failpoints import VARIABLE
+from jobs.ledger import Ledger
+from jobs.records import JobView, Manifest
+from jobs.settings import Settings
+from jobs.spec import JobSpec, RecordRows
+from jobs.storage import Stores
+from jobs.submit import enter, prepare
+from tests.servers import S3Server, ValkeyServer
+from tests.system.checker import Ending, check
+from tests.system.history import History
+from tests.system.mill import PAGEMILL, wait_until
+from tests.system.stub_engine import STEP
+from tests.system.stub_worker import MODEL
+
+LEASE_TTL, SWEEP_EVERY = 2.0, 0.5
+SHARD_ROWS = 4
+END_S = 60
+"""What any fault may cost: far above what it does cost here, and far below a hang."""
+
+
+class Process:
+    """One process of the fleet."""
+
+    def __init__(self, name: str, argv: list[str], env: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as file:
+            self._popen = subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        self.pid = self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def wait_for_death(self, timeout_s: float = END_S) -> int:
+        """The exit code; of a failpoint that kills it is -9."""
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} lives on: {self.log.read_text()}") from None
+
+    def wait_until_stopped(self) -> None:
+        """Until the kernel says that it is, as by a failpoint that stops it."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", END_S, f"a stopped {self.name}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted, and what was asked in it."""
+
+    spec: JobSpec
+    prompts: list[str]
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+
+@dataclass
+class Fleet:
+    """The services of one test. `redis_url` is how workers reach the ledger: through a proxy, say."""
+
+    folder: Path
+    valkey: ValkeyServer
+    s3: S3Server | None = None
+    storage: str | None = None
+    redis_url: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    processes: list[Process] = field(default_factory=list)
+
+    @property
+    def settings(self) -> Settings:
+        """The test's own way to the services, past every proxy to the ledger."""
+        fields = {"max_shard_rows": SHARD_ROWS, "storage": self.storage or f"file://{self.folder}/store"}
+        s3 = {} if self.s3 is None else self.s3.settings().model_dump(exclude_unset=True)
+        return self.valkey.settings(**{**s3, **fields})
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.valkey.client)
+
+    @property
+    def stores(self) -> Stores:
+        return Stores(self.settings)
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(make_app(self.settings))
+
+    @property
+    def history(self) -> History:
+        return History(self.valkey.data_dir)
+
+    def env(self, failpoints: str, more: Mapping[str, str]) -> dict[str, str]:
+        return {
+            **os.environ,
+            **({} if self.s3 is None else self.s3.environment()),
+            "PAGEMILL_STATE_DIR": str(self.folder),
+            "PAGEMILL_REDIS_URL": self.redis_url or self.valkey.url,
+            "PAGEMILL_STORAGE": self.settings.storage,
+            "PAGEMILL_MAX_SHARD_ROWS": str(SHARD_ROWS),
+            "PAGEMILL_LEASE_TTL": str(LEASE_TTL),
+            "PAGEMILL_SWEEP_EVERY": str(SWEEP_EVERY),
+            VARIABLE: failpoints,
+            **self.environment,
+            **more,
+        }
+
+    # --- processes ----------------------------------------------------------------------------------------------
+
+    def control(self, failpoints: str = "", **env: str) -> Process:
+        """A control worker. It is at work once jobs are planned; nothing waits for that here."""
+        return self._start("control", [*PAGEMILL, "worker", "--control"], failpoints, env)
+
+    def worker(self, failpoints: str = "", *, step_s: float = 0.0, **env: str) -> Process:
+        """A model worker, whose engine takes `step_s` for up to eight rows."""
+        argv = [sys.executable, "-m", "tests.system.stub_worker"]
+        return self._start("worker", argv, failpoints, {STEP: str(step_s), **env})
+
+    def _start(self, kind: str, argv: list[str], failpoints: str, env: Mapping[str, str]) -> Process:
+        name = f"{kind}-{len(self.processes)}"
+        self.processes.append(Process(name, argv, self.env(failpoints, env), self.folder / f"{name}.log"))
+        return self.processes[-1]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.send(signal.SIGCONT)
+            process.kill()
+
+    # --- jobs ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, rows: int = 24, *, prompts: list[str] | None = None, **options: Any) -> Job:
+        """A job with its input in place, and not entered anywhere."""
+        prompts = prompts or [f"question {n}" for n in range(rows)]
+        source = self.folder / f"input-{len(list(self.folder.glob('input-*')))}.jsonl"
+        source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        defaults = {"model": MODEL, "rows": RecordRows(prompt_column="prompt")}
+        spec = prepare(str(source), stores=self.stores, settings=self.settings, **{**defaults, **options})
+        return Job(spec, prompts)
+
+    def submit(self, rows: int = 24, *, prompts: list[str] | None = None, **options: Any) -> Job:
+        job = self.prepare(rows, prompts=prompts, **options)
+        enter(job.spec, self.ledger, self.stores, self.tokens)
+        return job
+
+    def view(self, job: Job) -> JobView:
+        return self.ledger.view(job.id)
+
+    def wait_for(self, job: Job, met: Callable[[JobView], Any], what: str, timeout_s: float = END_S) -> JobView:
+        """Until the job looks as it should: past the end, it never will."""
+
+        def looks_so() -> JobView | None:
+            view = self.view(job)
+            assert met(view) or not view.terminal, f"the job ended before: {what}: {view}"
+            return view if met(view) else None
+
+        return wait_until(looks_so, timeout_s, f"{what}: {job.id}")
+
+    def wait_for_end(self, job: Job, state: str = "completed", timeout_s: float = END_S) -> JobView:
+        try:
+            return self.wait_for(job, lambda view: view.state == state, state, timeout_s)
+        except AssertionError as error:
+            logs = "".join(f"--- {process.name}\n{process.log.read_text()[-3000:]}" for process in self.processes)
+            raise AssertionError(f"{error}\n{logs}") from None
+
+    def check(self, job: Job, ending: Ending = "completed", errors: Mapping[int, str] | None = None) -> Manifest:
+        """See `checker.check`."""
+        return check(job.spec, job.prompts, self.stores, self.history, ending=ending, errors=errors)
+
+    def finished(self, job: Job, timeout_s: float = END_S, errors: Mapping[int, str] | None = None) -> Manifest:
+        """The manifest of a job that completes in time and keeps every promise."""
+        self.wait_for_end(job, timeout_s=timeout_s)
+        return self.check(job, errors=errors)
+
+    def tries(self, job: Job) -> dict[int, int]:
+        """How often each shard was leased, less what was given back."""
+        found = self.ledger.client.hgetall(f"pm:{{{job.id}}}:tries")
+        return {int(shard): int(count) for shard, count in found.items()}
+
+    def work_queue(self) -> str:
+        """The Redis list of the tokens for the model."""
+        return queue_key(model_queue(MODEL))
+
+
+@contextmanager
+def fleet(folder: Path, valkey: ValkeyServer, **fields: Any) -> Iterator[Fleet]:
+    """A fleet without a process yet; what was started in it is gone after the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = Fleet(folder, valkey, **fields)
+    try:
+        yield found
+    finally:
+        found.close()

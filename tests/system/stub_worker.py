@@ -1,0 +1,29 @@
+"""`pagemill worker` with the stub for an engine: the same Celery app, slots, host and pipe, in a process of its own."""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from kombu.transport.redis import QoS
+
+from jobs.cli.logs import log_to_stderr
+from jobs.settings import settings
+from tests.system.stub_engine import StubProcess, stub_config
+from workers.app import serve_model
+
+MODEL = "stub"
+SLOTS = 2
+DIES_WITH_TOKEN = "PAGEMILL_TEST_DIES_WITH_TOKEN"
+"""If set, the process is killed when it has taken a token from the queue, and has not noted it as unacknowledged."""
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    log_to_stderr(as_json=False)
+    if os.environ.get(DIES_WITH_TOKEN):
+        QoS.append = _die
+    sys.exit(serve_model(settings(), stub_config(), served_name=MODEL, slots=SLOTS, make_engine=StubProcess))
