@@ -79,7 +79,7 @@ def plan(
     not the version that the job was submitted with, and PagemillError: `empty_file` where it has no row,
     `too_many_columns` where a table cannot hold them.
     """
-    source = prepare_source(spec, stores, lambda size: on_progress(0, size))
+    source = prepare_source(spec, stores, limits.max_copy_bytes, lambda size: on_progress(0, size))
     cutter = _Cutter(spec, source, limits)
     digests = IdDigests()
     errors = RowErrors()

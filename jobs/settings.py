@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     min_shard_tokens: Annotated[int, Field(ge=1)] = 32_768
     """A shard is cut when its prompts and answers are estimated at this many tokens, or more if the input is large."""
     max_shard_rows: Annotated[int, Field(ge=1)] = 1_000
+    max_copy_bytes: Annotated[int, Field(ge=1)] = 256 << 30
+    """The planner writes compressed files, CSV and TSV to storage as JSON lines: those of one job up to this many."""
 
     @classmethod
     def settings_customise_sources(

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.errors import ObjectNotFound, PreconditionFailed
+from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed
 from jobs.formats.compressed import decompressed
 from jobs.formats.csv_rows import csv_to_jsonl
 from jobs.formats.parquet import aligned
@@ -32,10 +32,11 @@ _GROUP_ROWS = 10_000
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
-def prepare_source(spec: JobSpec, stores: Store, on_progress: Callable[[int], None]) -> Source:
+def prepare_source(spec: JobSpec, stores: Store, max_copy_bytes: int, on_progress: Callable[[int], None]) -> Source:
     """Where the job's rows lie, made ready if need be. `on_progress` hears the bytes of the copy, every megabyte.
 
-    Raises InputChanged, and PagemillError for a file that is not whole, or is not what its name says.
+    Raises InputChanged, and PagemillError for a file that is not whole, or is not what its name says, or where a copy
+    as JSON lines has more than `max_copy_bytes` (`input_too_large`).
     """
     if spec.input.is_direct:
         return direct(spec.input)
@@ -47,7 +48,7 @@ def prepare_source(spec: JobSpec, stores: Store, on_progress: Callable[[int], No
     if spec.input.regroup:
         source = _regrouped(spec, stores, source, on_progress)
     elif spec.input.needs_copy:
-        source = _as_json_lines(spec, stores, source, on_progress)
+        source = _as_json_lines(spec, stores, source, max_copy_bytes, on_progress)
     if spec.input.sample is not None:
         source = source.model_copy(update={"keep": _highest_kept(spec, stores, source, spec.input.sample, on_progress)})
     try:
@@ -121,7 +122,9 @@ class _Sink(io.RawIOBase):
         return len(data)
 
 
-def _as_json_lines(spec: JobSpec, stores: Store, source: Source, on_progress: Callable[[int], None]) -> Source:
+def _as_json_lines(
+    spec: JobSpec, stores: Store, source: Source, max_bytes: int, on_progress: Callable[[int], None]
+) -> Source:
     """The source, with all files in it that have to be copied in one object."""
     originals = source.extents
     limit = spec.input.limit or math.inf
@@ -132,8 +135,10 @@ def _as_json_lines(spec: JobSpec, stores: Store, source: Source, on_progress: Ca
             start = end
             pieces = _text(spec, stores, file, original) if _needs_copy(spec, file) else iter(())
             while rows < limit and (piece := next(pieces, None)) is not None:
-                writer.write(piece)
                 end += len(piece)
+                if end > max_bytes:
+                    raise _too_large(file, max_bytes)
+                writer.write(piece)
                 rows += _rows_at_least(piece)
                 on_progress(end)
             spans.append((start, end - start))
@@ -143,6 +148,14 @@ def _as_json_lines(spec: JobSpec, stores: Store, source: Source, on_progress: Ca
             Extent(copy.url, copy.etag, *span) if _needs_copy(spec, file) else original
             for file, original, span in zip(spec.input.files, originals, spans, strict=True)
         )
+    )
+
+
+def _too_large(file: InputFile, max_bytes: int) -> PagemillError:
+    return PagemillError(
+        f"The input is more than {max_bytes:,} bytes as JSON lines; the limit was reached in {file.label}.",
+        code="input_too_large",
+        hint="Submit it in parts, or raise PAGEMILL_MAX_COPY_BYTES where the planner runs.",
     )
 
 

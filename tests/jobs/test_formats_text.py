@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import random
+import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +126,35 @@ def test_a_compressed_file_is_read_whole_members_and_frames_and_all(bench: Bench
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
+def test_members_of_nothing_between_others_hold_nothing(bench: Bench, suffix: str) -> None:
+    pack = COMPRESS[suffix]
+    bench.file(f"a.jsonl{suffix}", pack(b"") + pack(lines("a")) + pack(b"") * 3 + pack(lines("b")) + pack(b""))
+    assert bench.prompts(f"a.jsonl{suffix}") == ["a", "b"]
+
+
+def test_thousands_of_small_streams_in_a_bz2_file_are_read_in_time(bench: Bench) -> None:
+    bench.file("a.jsonl.bz2", bz2.compress(b"") * 100_000 + bz2.compress(lines("a")))
+    started = time.process_time()
+    assert bench.prompts("a.jsonl.bz2") == ["a"]
+    assert time.process_time() - started < 10
+
+
+def test_frames_of_zstd_that_hold_no_content_are_skipped(bench: Bench) -> None:
+    skipped = struct.pack("<II", 0x184D2A50, 5) + b"notes"
+    bench.file("a.jsonl.zst", skipped + zstd(lines("a")) + skipped + zstd(lines("b")) + skipped)
+    assert bench.prompts("a.jsonl.zst") == ["a", "b"]
+
+
+def test_a_zstd_window_that_is_too_large_is_said_to_be(bench: Bench) -> None:
+    long = zstandard.ZstdCompressionParameters(window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    bench.file("a.jsonl.zst", packer.compress(lines("a")) + packer.flush())
+    with pytest.raises(PagemillError, match="window of more than 128 MiB") as raised:
+        bench.plan(bench.job("a.jsonl.zst"))
+    assert raised.value.code == "corrupt_input"
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
 def test_a_truncated_archive_is_an_error_wherever_it_is_cut(bench: Bench, suffix: str) -> None:
     whole = COMPRESS[suffix](lines(*(f"{random.Random(n).random()}" for n in range(2000))))
     first = COMPRESS[suffix](lines("in a member of its own"))
@@ -168,6 +200,21 @@ def test_a_decompression_bomb_is_stopped(bench: Bench, monkeypatch: pytest.Monke
         bench.plan(bench.job("a.jsonl.gz"))
     assert raised.value.code == "decompression_bomb"
     assert bench.prompts("b.jsonl.gz") == ["a"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv"])
+def test_a_copy_of_more_bytes_than_may_be_is_an_error_and_leaves_nothing(bench: Bench, name: str) -> None:
+    if name == "a.csv":
+        # Each row of two bytes is a line with the header in it.
+        bench.file(name, b"prompt," + b"x" * 1000 + b"\n" + b",\n" * 1000)
+    else:
+        bench.file(name, gzip.compress(lines("a") * 50_000))
+    bench.settings = bench.settings.model_copy(update={"max_copy_bytes": 600_000})
+    spec = bench.job(name)
+    with pytest.raises(PagemillError, match="more than 600,000 bytes as JSON lines") as raised:
+        bench.plan(spec)
+    assert (raised.value.code, name in raised.value.message) == ("input_too_large", True)
+    assert list(bench.stores.list(f"{spec.layout.root}/")) == []
 
 
 def test_planning_twice_uses_the_copy_that_is_there(bench: Bench) -> None:
