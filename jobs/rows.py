@@ -1,6 +1,7 @@
 """What a row is. The planner and the workers read lines with the same `parse_row`, so that they never disagree."""
 
 import json
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -8,8 +9,9 @@ from pydantic_core import from_json
 
 from jobs.errors import RowError
 from jobs.formats.csv_rows import REFUSED
-from jobs.formats.json_keys import count_keys, repeated_key
+from jobs.formats.json_keys import count_kept, repeated_key
 from jobs.formats.jsonl import Line
+from jobs.formats.names import compression_of_bytes
 from jobs.openai_rows import MAX_CUSTOM_ID, Request, read_request
 from jobs.pooling import Pooling
 from jobs.row_fields import (
@@ -220,7 +222,7 @@ def _parse_object(data: bytes) -> tuple[dict[str, Any], bool]:
         raise _not_json(f"It nests more than {MAX_DEPTH} levels deep.")
     if type(value) is not dict:
         raise RowRefused("not_an_object", "This line is JSON, but not an object.")
-    if (key := repeated_key(data, count_keys(value))) is not None:
+    if (key := repeated_key(data, count_kept(value))) is not None:
         raise RowRefused("duplicate_key", f"The key {shown(key)} stands twice in one object.", key[:SHOWN])
     return value, has_surrogates
 
@@ -229,13 +231,19 @@ def _parse_slowly(data: bytes) -> Any:
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise _not_json(f"Byte {error.start} is not UTF-8.") from None
+        raise _not_json(f"Byte {error.start} is not UTF-8{_likely(data)}.") from None
     except json.JSONDecodeError as error:
         raise _not_json(f"{error.msg} at character {error.pos}.") from None
     except RecursionError:
         raise _not_json(f"It nests more than {MAX_DEPTH} levels deep.") from None
     except ValueError:
         raise _not_json("It holds a number that is too long, or is not one in JSON.") from None
+
+
+def _likely(data: bytes) -> str:
+    """What the file may be instead of JSON lines, where its first line begins like that."""
+    kind = "UTF-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else compression_of_bytes(data)
+    return f": the line begins as {kind} does" if kind else ""
 
 
 def _refuse_constant(name: str) -> NoReturn:

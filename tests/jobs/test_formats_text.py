@@ -176,6 +176,18 @@ def test_what_is_no_archive_is_said_by_name(bench: Bench, suffix: str) -> None:
     assert raised.value.code == "corrupt_input"
 
 
+@pytest.mark.parametrize(
+    ("data", "kind"), [(lines("a").decode().encode("utf-16"), "UTF-16"), (gzip.compress(lines("a")), "gzip")]
+)
+def test_what_is_no_text_under_the_name_of_json_lines_is_refused_with_what_it_may_be(
+    bench: Bench, data: bytes, kind: str
+) -> None:
+    bench.file("a.jsonl", data)
+    planned = bench.plan(bench.job("a.jsonl"))
+    assert planned.bad == planned.rows > 0
+    assert f"the line begins as {kind} does" in planned.first_errors[0].message
+
+
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_junk_behind_an_archive_is_an_error(bench: Bench, suffix: str) -> None:
     bench.file(f"a.jsonl{suffix}", COMPRESS[suffix](lines("a")) + b"and more")
