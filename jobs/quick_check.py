@@ -6,11 +6,11 @@ does not see at once to be good, it leaves to `parse_row`: it never says of a ro
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
-from jobs.formats.json_keys import count_keys, repeated_key
+from jobs.formats.json_keys import count_kept, repeated_key
 from jobs.openai_rows import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, LINE_FIELDS, MAX_CUSTOM_ID, read_request
 from jobs.pooling import Pooling
 from jobs.row_fields import RowRefused, is_plain_message
@@ -22,12 +22,9 @@ ANSWER_TOKENS = 256
 """The guess for an answer without a limit of its own."""
 
 QuickCheck = Callable[[bytes], tuple[str | None, int] | None]
-_Counted = tuple[str | None, int, int | None]
-"""A good row's custom_id, the most tokens of its answers, and its keys, where they are counted and none lies deep."""
 
-_MAX_KNOWN = 1000
+_MAX_KNOWN, _MAX_KNOWN_BYTES = 1000, 4096
 _SEEDS = range(-(2**63), 2**63)
-_BOXES = frozenset({dict, list})
 _line_fields = itemgetter(*LINE_FIELDS)
 
 
@@ -44,97 +41,120 @@ def quick_check(spec: JobSpec) -> QuickCheck:
     It returns a good row's custom_id, if it counts, and the most tokens of its answers; None for a line that
     `parse_row` has to look at.
     """
-    check = _openai_check(spec) if isinstance(spec.rows, OpenAIRows) else _record_check(spec.rows, spec)
-
-    def look(data: bytes) -> tuple[str | None, int] | None:
-        try:
-            # Of all strings, only keys come again and again.
-            record = from_json(data, allow_inf_nan=False, cache_strings="keys")
-        except ValueError:
-            return None
-        if type(record) is not dict or (found := check(record)) is None:
-            return None
-        custom_id, tokens, keys = found
-        if keys is None:
-            # Brackets inside strings count too, which sends a few more rows the long way.
-            if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-                return None
-            keys = count_keys(record)
-        return None if repeated_key(data, keys) is not None else (custom_id, tokens)
-
-    return look
+    return _openai_check(spec) if isinstance(spec.rows, OpenAIRows) else _record_check(spec.rows, spec)
 
 
-def _record_check(shape: RecordRows, spec: JobSpec) -> Callable[[dict[str, Any]], _Counted | None]:
+def _record_check(shape: RecordRows, spec: JobSpec) -> QuickCheck:
     special = frozenset((*result_columns(spec), *SAMPLING_COLUMNS))
     column = shape.prompt_column or shape.messages_column
     tokens = answer_tokens(spec.pooling if shape.embed else spec.sampling)
     is_good = _is_prompt if shape.prompt_column is not None else _are_messages
     if column is None or shape.system_template is not None:
-        return lambda record: None
+        return lambda data: None
 
-    def check(record: dict[str, Any]) -> _Counted | None:
-        if not is_good(record.get(column)) or not special.isdisjoint(record):
+    def look(data: bytes) -> tuple[str | None, int] | None:
+        try:
+            record = from_json(data, allow_inf_nan=False, cache_strings="keys")
+        except ValueError:
+            return None
+        if type(record) is not dict or not is_good(record.get(column)) or not special.isdisjoint(record):
+            return None
+        types = list(map(type, record.values()))
+        if dict not in types and list not in types:
+            keys, texts = len(record), types.count(str)
+        elif _may_be_deep(data, 0):
+            return None
+        else:
+            keys, texts = count_kept(record)
+        if repeated_key(data, keys, texts) is not None:
             return None
         custom_id = record.get("custom_id")
         counts = type(custom_id) is str and len(custom_id) <= MAX_CUSTOM_ID
-        is_flat = _BOXES.isdisjoint(map(type, record.values()))
-        return custom_id if counts else None, tokens, len(record) if is_flat else None
+        return custom_id if counts else None, tokens
 
-    return check
+    return look
 
 
-def _openai_check(spec: JobSpec) -> Callable[[dict[str, Any]], _Counted | None]:
-    known: dict[tuple[Any, ...], int] = {}
+def _openai_check(spec: JobSpec) -> QuickCheck:
+    endpoints = {
+        CHAT_URL: _Endpoint("messages", _are_messages, {}),
+        COMPLETIONS_URL: _Endpoint("prompt", _is_prompt, {}),
+        EMBEDDINGS_URL: _Endpoint("input", _is_prompt, {}),
+    }
 
-    def check(record: dict[str, Any]) -> _Counted | None:
+    def look(data: bytes) -> tuple[str | None, int] | None:
+        try:
+            record = from_json(data, allow_inf_nan=False, cache_strings="keys")
+        except ValueError:
+            return None
+        if type(record) is not dict or len(record) != len(LINE_FIELDS):
+            return None
         try:
             custom_id, method, url, body = _line_fields(record)
         except KeyError:
             return None
-        if len(record) > len(LINE_FIELDS) or method != "POST" or type(url) is not str or type(body) is not dict:
+        if method != "POST" or type(url) is not str or type(body) is not dict or type(custom_id) is not str:
             return None
-        if type(custom_id) is not str or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        if not 1 <= len(custom_id) <= MAX_CUSTOM_ID or (endpoint := endpoints.get(url)) is None:
             return None
-        asked = _ASKED.get(url)
-        if asked is None:
-            return None
-        name, is_good = asked
-        content = body.pop(name, None)
+        name, is_good, known = endpoint
+        content = body.get(name)
         if not is_good(content):
             return None
-        parameters = _parameters(url, body)
-        try:
-            tokens = known.get(parameters)
-        except TypeError:
-            return None  # an array or an object is among them
-        if tokens is None:
+        body[name] = None
+        parameters = _parameters(body)
+        asked = known.get(parameters)
+        if asked is None:
+            if _may_be_deep(parameters, 3):
+                return None
+            kept = count_kept(record)
             body[name] = content
             try:
-                tokens = answer_tokens(read_request(record, spec).params)
+                asked = _Asked(answer_tokens(read_request(record, spec).params), *kept)
             except RowRefused:
                 return None
-            del body[name]
-            if len(known) < _MAX_KNOWN:
-                known[parameters] = tokens
-        in_content = 2 * len(content) if url == CHAT_URL else 0
-        return custom_id, tokens, len(LINE_FIELDS) + 1 + len(body) + in_content
+            if len(known) < _MAX_KNOWN and len(parameters) < _MAX_KNOWN_BYTES:
+                known[parameters] = asked
+        tokens, keys, texts = asked
+        if url == CHAT_URL:
+            keys += 2 * len(content)
+            texts += 2 * len(content)
+        else:
+            texts += 1
+        return None if repeated_key(data, keys, texts) is not None else (custom_id, tokens)
 
-    return check
+    return look
 
 
-def _parameters(url: str, body: dict[str, Any]) -> tuple[Any, ...]:
-    """What of a row decides how long it may answer, as a key; with types, since true is not 1.
+class _Asked(NamedTuple):
+    """What parameters come to: the most tokens of an answer. And the row's keys and strings, but for the content's."""
 
-    What may differ from row to row and changes nothing is replaced in `body`.
-    """
+    tokens: int
+    keys: int
+    texts: int
+
+
+class _Endpoint(NamedTuple):
+    """The field of a body that has the content, whether that is as most are, and the parameters seen beside it."""
+
+    content: str
+    is_good: Callable[[Any], bool]
+    known: dict[bytes, _Asked]
+
+
+def _may_be_deep(data: bytes, inside: int) -> bool:
+    """Whether this text, `inside` so many arrays and objects, might nest too deep. Brackets in strings count too."""
+    return data.count(b"[") + data.count(b"{") + inside > MAX_DEPTH
+
+
+def _parameters(body: dict[str, Any]) -> bytes:
+    """All that decides how long a row may answer. What is often another in each row, and does not, is taken out."""
     seed = body.get("seed")
     if type(seed) is int and seed in _SEEDS:
         body["seed"] = 0
-    if "user" in body:
-        body["user"] = None
-    values = body.values()
-    return (url, *body, *values, *map(type, values))
+    if type(body.get("user")) is str:
+        body["user"] = ""
+    return to_json(body)
 
 
 def _is_prompt(value: Any) -> bool:
@@ -143,11 +163,3 @@ def _is_prompt(value: Any) -> bool:
 
 def _are_messages(value: Any) -> bool:
     return type(value) is list and bool(value) and all(map(is_plain_message, value))
-
-
-_ASKED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    CHAT_URL: ("messages", _are_messages),
-    COMPLETIONS_URL: ("prompt", _is_prompt),
-    EMBEDDINGS_URL: ("input", _is_prompt),
-}
-"""What a body asks, by the URL, and whether it is as most are."""

@@ -222,7 +222,7 @@ def _parse_object(data: bytes) -> tuple[dict[str, Any], bool]:
         raise _not_json(f"It nests more than {MAX_DEPTH} levels deep.")
     if type(value) is not dict:
         raise RowRefused("not_an_object", "This line is JSON, but not an object.")
-    if (key := repeated_key(data, count_kept(value))) is not None:
+    if (key := repeated_key(data, *count_kept(value))) is not None:
         raise RowRefused("duplicate_key", f"The key {shown(key)} stands twice in one object.", key[:SHOWN])
     return value, has_surrogates
 

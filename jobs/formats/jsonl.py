@@ -13,7 +13,9 @@ import pyarrow as pa
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _ASCII = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
+_SEPARATORS = "\u2028\u2029\x85"
 _CR = 13
+_PIECE = 256 * 1024
 
 
 class Line(NamedTuple):
@@ -44,8 +46,8 @@ def iter_lines(
     number = first_number
     parts: list[bytes] = []  # the unfinished line, and `held` its length; emptied once it is longer than the limit
     held = 0
-    for chunk in chunks:
-        head, *rest = chunk.split(b"\n")
+    for piece in _small(chunks):
+        head, *rest = piece.split(b"\n")
         held += len(head)
         if held <= max_line_bytes:
             parts.append(head)
@@ -72,6 +74,15 @@ def iter_lines(
         yield from _line(number, offset, offset + held, parts, held, file)
 
 
+def _small(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces that are still in the processor's cache when their lines are looked at."""
+    for chunk in chunks:
+        if len(chunk) <= _PIECE:
+            yield chunk
+        else:
+            yield from (chunk[start : start + _PIECE] for start in range(0, len(chunk), _PIECE))
+
+
 def _line(number: int, offset: int, end: int, parts: list[bytes], held: int, file: int) -> Iterator[Line]:
     """The line made of `parts`: none where it is blank, and one without data where the parts were given up."""
     if held and not parts:
@@ -87,9 +98,21 @@ def _line(number: int, offset: int, end: int, parts: list[bytes], held: int, fil
 def dumps(value: Any) -> bytes:
     """Compact JSON in UTF-8, without a line end. Raises ValueError for NaN and infinities, which JSON does not have.
 
-    Where a string holds a lone surrogate, which UTF-8 cannot carry, everything outside ASCII is escaped.
+    Where a string holds a lone surrogate, which UTF-8 cannot carry, everything outside ASCII is escaped; else only
+    what `one_line` escapes.
     """
     try:
-        return _COMPACT.encode(value).encode()
+        return one_line(_COMPACT.encode(value).encode())
     except UnicodeEncodeError:
         return _ASCII.encode(value).encode()
+
+
+def one_line(data: bytes) -> bytes:
+    """The same JSON without what readers that cut text at more than newlines, as `str.splitlines` does, take for one.
+
+    U+2028, U+2029 and U+0085 stand in strings alone, and never behind a backslash; a carriage return outside of them.
+    """
+    if not data.isascii():
+        for separator in _SEPARATORS:
+            data = data.replace(separator.encode(), b"\\u%04x" % ord(separator))
+    return data.replace(b"\r", b" ") if b"\r" in data else data
