@@ -138,9 +138,11 @@ class Fleet:
         """A control worker. It is at work once jobs are planned; nothing waits for that here."""
         return self._start("control", [*PAGEMILL, "worker", "--control"], failpoints, env)
 
-    def worker(self, failpoints: str = "", *, step_s: float = 0.0, **env: str) -> Process:
-        """A model worker, whose engine takes `step_s` for up to eight rows."""
-        argv = [sys.executable, "-m", "tests.system.stub_worker"]
+    def worker(
+        self, failpoints: str = "", *, step_s: float = 0.0, program: str = "tests.system.stub_worker", **env: str
+    ) -> Process:
+        """A model worker, whose engine takes `step_s` for up to eight rows; `program` is the module that is run."""
+        argv = [sys.executable, "-m", program]
         return self._start("worker", argv, failpoints, {STEP: str(step_s), **env})
 
     def _start(self, kind: str, argv: list[str], failpoints: str, env: Mapping[str, str]) -> Process:
