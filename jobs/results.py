@@ -15,7 +15,7 @@ from struct import iter_unpack
 from typing import Any, Literal, NamedTuple
 
 from jobs.errors import RowError
-from jobs.formats.jsonl import Line, dumps
+from jobs.formats.jsonl import Line, dumps, one_line
 from jobs.pooling import Pooling
 from jobs.records import Usage
 from jobs.rows import Row, object_of, result_columns
@@ -117,7 +117,7 @@ def error_line(spec: JobSpec, index: int, line: Line, row: Row | None, error: Ro
     head = dumps({"custom_id": custom_id, **place, "error": _error(error), "record": None})
     if line.data is None or object_of(line.data) is None:
         return head + b"\n"
-    return b"".join((head.removesuffix(b"null}"), line.data, b"}\n"))
+    return b"".join((head.removesuffix(b"null}"), one_line(line.data), b"}\n"))
 
 
 def _openai_error(spec: JobSpec, index: int, custom_id: str | None, line: Line, error: RowError) -> bytes:
@@ -270,8 +270,8 @@ def _error(error: RowError) -> dict[str, str | None]:
 
 
 def _extended(record: bytes, columns: dict[str, Any]) -> bytes:
-    """The JSON object `record` with more columns: its own keep their exact bytes, digits and order."""
-    head = record.rstrip()[:-1].rstrip()
+    """The JSON object `record` with more columns: its own keep their digits, order and, but for line ends, bytes."""
+    head = one_line(record).rstrip()[:-1].rstrip()
     separator = b"" if head.strip() == b"{" else b","
     return b"".join((head, separator, dumps(columns)[1:], b"\n"))
 

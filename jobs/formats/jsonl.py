@@ -13,7 +13,6 @@ import pyarrow as pa
 _COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _ASCII = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
-_SEPARATORS = "\u2028\u2029\x85"
 _CR = 13
 _PIECE = 256 * 1024
 
@@ -112,7 +111,9 @@ def one_line(data: bytes) -> bytes:
 
     U+2028, U+2029 and U+0085 stand in strings alone, and never behind a backslash; a carriage return outside of them.
     """
-    if not data.isascii():
-        for separator in _SEPARATORS:
-            data = data.replace(separator.encode(), b"\\u%04x" % ord(separator))
+    # To look for one byte is ten times faster than for two, and most text has neither.
+    if b"\xe2" in data:
+        data = data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    if b"\xc2" in data:
+        data = data.replace(b"\xc2\x85", b"\\u0085")
     return data.replace(b"\r", b" ") if b"\r" in data else data

@@ -121,6 +121,7 @@ def test_a_huge_line_is_skipped_in_constant_memory() -> None:
 
 def test_text_is_written_as_it_is_and_lone_surrogates_escaped() -> None:
     assert dumps({"a": ["ü€😀", 1, None]}) == '{"a":["ü€😀",1,null]}'.encode()
+    assert dumps("\u2027\u2028\u2029\u202a\x84\x85\x86") == '"\u2027\\u2028\\u2029\u202a\x84\\u0085\x86"'.encode()
     assert dumps({"a": "ü\ud800"}) == b'{"a":"\\u00fc\\ud800"}'
 
 

@@ -146,13 +146,27 @@ def test_an_answered_record_keeps_its_columns() -> None:
     "record",
     [
         b'{ "big": 0.12345678901234567890, "huge": 1e400, "id": 12345678901234567890123, "prompt" : "x" } ',
-        '{"s":"\\ud800","t":"\u2028","prompt":"x"}'.encode(),
+        '{"s":"\\ud800","t":"\u2027é","prompt":"x"}'.encode(),
     ],
 )
 def test_columns_pass_through_byte_for_byte(record: bytes) -> None:
     output = outcome_of(record, record_spec(), DONE).output
     assert output is not None
     assert output.startswith(record.rstrip()[:-1].rstrip() + b',"response":')
+
+
+def test_a_line_is_one_line_to_readers_that_cut_at_more_than_newlines_too() -> None:
+    separators = "\u2028\u2029\x85"
+    record = f'{{"prompt":"x",\r"{separators}":"{separators}"}}'.encode()
+    answer = Completion((Choice(separators, "stop"),), Usage())
+    for outcome in (answer, RowError(code="too_long", message=separators)):
+        lines = outcome_of(record, record_spec(), outcome)
+        for line in (lines.output, lines.error):
+            if line is not None:
+                assert line.decode().splitlines(keepends=True) == [line.decode()]
+                found = json.loads(line)
+                assert found.get("record", found)[separators] == separators
+    assert only(outcome_of(record, record_spec(), answer).output)["response"] == separators
 
 
 def test_a_failed_record_is_in_both_files() -> None:
