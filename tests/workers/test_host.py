@@ -79,8 +79,118 @@ def test_two_calls_that_kill_the_engine_are_both_found(host: EngineHost) -> None
     assert [text(calls[1]), text(calls[3])] == ["answer to a", "answer to b"]
 
 
+def test_one_call_in_64_that_kills_the_engine_is_found_in_five_deaths(engines: Engines, host: EngineHost) -> None:
+    """Two make suspects of them all; then a group of 16 dies, one of 4, and the one alone."""
+    engines.by_hand = True
+    calls = ask(host, *(f"p{n}" for n in range(63)), "poison")
+    split = [False, False, False, True]
+    for size, deadly in [(64, True), (64, True), *((size, last) for size in (16, 4, 1) for last in split)]:
+        engine = engines.last
+        engine.wait_for(size)
+        assert len(engine.in_flight()) == size
+        engine.step()
+        assert engine.died.is_set() == deadly
+        if deadly:
+            engines.wait_for(engines.made.index(engine) + 2)
+    with pytest.raises(RequestError):
+        calls[-1].answer.result(WAIT_S)
+    assert [text(call) for call in calls[:-1]] == [f"answer to p{n}" for n in range(63)]
+    assert host.restarts == 5
+
+
+def test_two_calls_in_64_that_kill_the_engine_are_found_in_eight_deaths(engines: Engines, host: EngineHost) -> None:
+    engines.by_hand = True
+    prompts = ["poison" if n in (3, 40) else f"p{n}" for n in range(64)]
+    calls = ask(host, *prompts)
+    engines.last.wait_for(64)
+    engines.by_hand = False
+    engines.last.step()
+    for prompt, call in zip(prompts, calls, strict=True):
+        if prompt == "poison":
+            with pytest.raises(RequestError):
+                call.answer.result(WAIT_S)
+        else:
+            assert text(call) == f"answer to {prompt}"
+    engines.wait_for(host.restarts + 1)
+    assert 5 < host.restarts <= 8
+
+
+def test_a_group_on_trial_runs_with_nobody_beside_it(engines: Engines, host: EngineHost) -> None:
+    """Not even when it is the last group, and others are asked meanwhile."""
+    engines.by_hand = True
+    calls = ask(host, "poison")
+    for death in (1, 2):
+        engines.last.wait_for(1)
+        engines.last.step()
+        engines.wait_for(death + 1)
+    engines.last.wait_for(1)
+    calls += ask(host, "late")
+    assert engines.asked[-1] == "poison"
+    engines.last.step()
+    with pytest.raises(RequestError):
+        calls[0].answer.result(WAIT_S)
+    engines.wait_for(4)
+    engines.last.wait_for(1)
+    engines.last.step()
+    assert text(calls[1]) == "answer to late"
+
+
+def test_calls_of_a_group_have_begun_when_it_runs(engines: Engines, host: EngineHost) -> None:
+    engines.by_hand = True
+    calls = ask(host, *"abcdefgh")
+    for death in (1, 2):
+        engines.last.wait_for(8)
+        engines.last.die()
+        engines.wait_for(death + 1)
+    engines.last.wait_for(2)
+    assert [call.began_at is not None for call in calls] == [True] * 2 + [False] * 6
+    for _ in range(4):
+        engines.last.wait_for(2)
+        engines.last.step()
+    assert [text(call) for call in calls] == [f"answer to {prompt}" for prompt in "abcdefgh"]
+
+
+def test_aborted_calls_leave_their_group(engines: Engines, host: EngineHost) -> None:
+    engines.by_hand = True
+    calls = ask(host, *"abcdefgh")
+    for death in (1, 2):
+        engines.last.wait_for(8)
+        engines.last.die()
+        engines.wait_for(death + 1)
+    engines.last.wait_for(2)
+    host.abort([*calls[1:4], calls[4]])
+    engines.last.step()
+    engines.last.wait_for(1)
+    assert [prompt for _, prompt in engines.last.in_flight()] == ["f"]
+    engines.last.step()
+    engines.last.wait_for(2)
+    engines.last.step()
+    assert [text(calls[n]) for n in (0, 5, 6, 7)] == [f"answer to {prompt}" for prompt in "afgh"]
+    assert engines.asked.count("c") == engines.asked.count("e") == 2
+
+
+def test_only_a_death_that_taught_nothing_makes_the_next_engine_wait_longer(
+    engines: Engines, host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.host._MAX_RESTART_DELAY_S", 60)
+    delays: list[float] = []
+    restart = host._restart
+    monkeypatch.setattr(host, "_restart", lambda delay: delays.append(delay) or restart(0))
+    engines.by_hand = True
+    for death in (1, 2):
+        engines.last.die()
+        engines.wait_for(death + 1)
+    ask(host, *(f"p{n}" for n in range(16)))
+    for size in (16, 16, 4, 1):
+        made = len(engines.made)
+        engines.last.wait_for(size)
+        engines.last.die()
+        engines.wait_for(made + 1)
+    assert delays == [0.02, 0.04, 0.08, 0.01, 0.01, 0.01]
+
+
 def test_a_machine_that_fails_twice_accuses_nobody(engines: Engines, host: EngineHost) -> None:
-    """After that, those that were there both times run one at a time."""
+    """After that, those that were there both times run by groups: three of one each."""
     engines.by_hand = True
     calls = ask(host, "a", "b", "c")
     for death in (1, 2):
