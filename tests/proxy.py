@@ -152,6 +152,7 @@ class TcpProxy:
                 if needle in data:
                     self._doomed.remove(needle)
                     link.doomed = True
+                    return
 
     def _answer(self, link: _Link, data: bytes) -> bool:
         """Passes an answer on. False if the connection is to be cut."""

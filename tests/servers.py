@@ -153,6 +153,14 @@ class ValkeyServer:
             self._process.kill()
             self._process.wait()
 
+    def wait_until_written(self) -> None:
+        """Until all that it acknowledged is in its append-only file: a write may wait for an `fsync` that goes on."""
+        deadline = time.monotonic() + _READY_S
+        while self.client.info("persistence")["aof_buffer_length"]:
+            if time.monotonic() > deadline:
+                raise RuntimeError("Valkey does not write its append-only file")
+            time.sleep(0.02)
+
     def restart(self) -> None:
         """Kill it, and start it with what is on disk: with `appendfsync everysec` that may lag by a second or two."""
         assert self.client.execute_command("WAITAOF", 1, 0, 10_000)[0] == 1

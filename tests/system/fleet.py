@@ -23,12 +23,13 @@ from jobs.settings import Settings
 from jobs.spec import JobSpec, RecordRows
 from jobs.storage import Stores
 from jobs.submit import enter, prepare
+from tests.jobs.ledgers import key
 from tests.servers import S3Server, ValkeyServer
 from tests.system.checker import Ending, check
 from tests.system.history import History
 from tests.system.mill import PAGEMILL, wait_until
 from tests.system.stub_engine import STEP
-from tests.system.stub_worker import MODEL
+from tests.system.stub_worker import MODEL, SLOTS
 
 LEASE_TTL, SWEEP_EVERY = 2.0, 0.5
 SHARD_ROWS = 4
@@ -115,6 +116,7 @@ class Fleet:
 
     @property
     def history(self) -> History:
+        self.valkey.wait_until_written()
         return History(self.valkey.data_dir)
 
     def env(self, failpoints: str, more: Mapping[str, str]) -> dict[str, str]:
@@ -139,11 +141,18 @@ class Fleet:
         return self._start("control", [*PAGEMILL, "worker", "--control"], failpoints, env)
 
     def worker(
-        self, failpoints: str = "", *, step_s: float = 0.0, program: str = "tests.system.stub_worker", **env: str
+        self,
+        failpoints: str = "",
+        *,
+        step_s: float = 0.0,
+        slots: int = 2,
+        program: str = "tests.system.stub_worker",
+        **env: str,
     ) -> Process:
-        """A model worker, whose engine takes `step_s` for up to eight rows; `program` is the module that is run."""
+        """A model worker that holds so many shards at once, and whose engine takes `step_s` for up to eight rows.
+        `program` is the module that is run."""
         argv = [sys.executable, "-m", program]
-        return self._start("worker", argv, failpoints, {STEP: str(step_s), **env})
+        return self._start("worker", argv, failpoints, {STEP: str(step_s), SLOTS: str(slots), **env})
 
     def _start(self, kind: str, argv: list[str], failpoints: str, env: Mapping[str, str]) -> Process:
         name = f"{kind}-{len(self.processes)}"
@@ -202,8 +211,17 @@ class Fleet:
 
     def tries(self, job: Job) -> dict[int, int]:
         """How often each shard was leased, less what was given back."""
-        found = self.ledger.client.hgetall(f"pm:{{{job.id}}}:tries")
+        found = self.ledger.client.hgetall(key(job.id, "tries"))
         return {int(shard): int(count) for shard, count in found.items()}
+
+    def owners(self, job: Job) -> dict[int, str]:
+        """The attempt that holds each shard which is in work."""
+        found = self.ledger.client.hgetall(key(job.id, "own"))
+        return {int(name[2:]): attempt for name, attempt in found.items() if name.startswith("s:")}
+
+    def leases_given(self, job: Job) -> int:
+        """How many leases there were on all shards together, those given back among them."""
+        return int(self.ledger.client.hget(key(job.id, "job"), "fence"))
 
     def work_queue(self) -> str:
         """The Redis list of the tokens for the model."""

@@ -13,7 +13,8 @@ from tests.system.stub_engine import StubProcess, stub_config
 from workers.app import serve_model
 
 MODEL = "stub"
-SLOTS = 2
+SLOTS = "PAGEMILL_TEST_SLOTS"
+"""The variable that says how many shards it holds at once."""
 DIES_WITH_TOKEN = "PAGEMILL_TEST_DIES_WITH_TOKEN"
 """If set, the process is killed when it has taken a token from the queue, and has not noted it as unacknowledged."""
 
@@ -26,4 +27,5 @@ if __name__ == "__main__":
     log_to_stderr(as_json=False)
     if os.environ.get(DIES_WITH_TOKEN):
         QoS.append = _die
-    sys.exit(serve_model(settings(), stub_config(), served_name=MODEL, slots=SLOTS, make_engine=StubProcess))
+    slots = int(os.environ[SLOTS])
+    sys.exit(serve_model(settings(), stub_config(), served_name=MODEL, slots=slots, make_engine=StubProcess))
