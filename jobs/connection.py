@@ -4,8 +4,11 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from jobs.errors import ServiceUnreachable, UsageError
+from jobs.errors import LedgerFull, PagemillError, ServiceUnreachable, UsageError
 from jobs.settings import mask
+
+_FREE = "Raise its maxmemory, or remove old jobs: `pagemill gc --jobs-older-than 7d`."
+_RIGHTS = "pagemill needs all commands on the keys and channels pm:*."
 
 
 def connect(url: str) -> redis.Redis:
@@ -38,7 +41,7 @@ def connect(url: str) -> redis.Redis:
             hint="Check the user and password in PAGEMILL_REDIS_URL.",
         ) from error
     except redis.RedisError as error:
-        raise unreachable(url, error) from error
+        raise unusable(url, error) from error
     # Redis and Valkey call it by different names.
     if "cluster" in (server.get("redis_mode"), server.get("server_mode")):
         raise UsageError(
@@ -48,12 +51,28 @@ def connect(url: str) -> redis.Redis:
     return client
 
 
-def unreachable(url: str, error: Exception) -> ServiceUnreachable:
-    """The error that says that the ledger's server does not answer, and what to check."""
+def unusable(url: str, error: redis.RedisError) -> PagemillError:
+    """The error that says why the ledger's server does not do what it was asked, and what to do about it."""
+    where = f"Redis at {mask(url)}"
+    match error:
+        case redis.OutOfMemoryError():
+            return LedgerFull(f"{where} is full: it takes nothing more.", hint=f"{_FREE} What runs goes on then.")
+        case redis.ReadOnlyError():
+            return ServiceUnreachable(
+                f"{where} is a read-only replica.",
+                hint="After a failover this passes; else PAGEMILL_REDIS_URL names the wrong server.",
+            )
+        case redis.BusyLoadingError():
+            return ServiceUnreachable(f"{where} is loading its data.", hint="Try again when it has.")
+        case redis.exceptions.NoPermissionError():
+            return ServiceUnreachable(f"{where} does not let this user do that: {error}", hint=_RIGHTS)
+        case redis.ResponseError():
+            # Such as MISCONF, where it cannot write its own files, and NOREPLICAS.
+            return ServiceUnreachable(f"{where} refuses: {error}", hint="Its own log says more.")
     local = url.startswith("unix://")
     hint = (
         "Start it with `pagemill up`, or set PAGEMILL_REDIS_URL."
         if local
         else "Is it running, and PAGEMILL_REDIS_URL right?"
     )
-    return ServiceUnreachable(f"Redis at {mask(url)} does not answer: {error}", hint=hint)
+    return ServiceUnreachable(f"{where} does not answer: {error}", hint=hint)

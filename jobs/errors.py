@@ -76,6 +76,19 @@ class IdempotencyConflict(PagemillError):
     exit_code = EXIT_USAGE
 
 
+class OutputTaken(UsageError):
+    """A job that has not ended writes the same file, or folder of parts."""
+
+    code = "output_taken"
+
+
+class LedgerFull(PagemillError):
+    """Redis has no room for another job."""
+
+    code = "ledger_full"
+    exit_code = EXIT_UNREACHABLE
+
+
 class JobFailed(PagemillError):
     """The job ended without a result file."""
 

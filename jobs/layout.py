@@ -9,6 +9,7 @@
     jobs/<id>/att/<shard>/<fence>-<attempt>.jsonl      the segment of one attempt, and its errors beside it; its
                                                        suffix is the output's, its errors are JSON lines
     jobs/<id>/att/<shard>/<fence>-<attempt>.json       its record, put after both: the segment is whole
+    jobs/<id>/orders/                                  what its owner ordered since: see orders.py
     jobs/<id>/remaining.jsonl                          what a cancelled job has not done, ready to submit
     jobs/<id>/manifest.json                            written last: what the result consists of
 
@@ -74,6 +75,11 @@ class JobLayout:
     @property
     def manifest(self) -> str:
         return f"{self.root}/manifest.json"
+
+    @property
+    def orders(self) -> str:
+        """What the URLs of the owner's orders start with."""
+        return f"{self.root}/orders/"
 
     def output(self, suffix: str) -> str:
         """The result, where the submitter named no other place."""

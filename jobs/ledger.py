@@ -4,6 +4,7 @@
     pm:queue:<model>...          whose turn it is: see lua/queue.lua
     pm:asked:<attempt>        S  the job of the shard that an attempt was given, for as long as its lease
     pm:deadlines              Z  job id -> when it expires, of those that do
+    pm:outputs                H  URL -> the job that has not ended and writes there
     pm:worker:<id>            S  what a live worker says of itself, with an expiry;  pm:workers indexes them
     pm:swept, pm:sweeping     S  when jobs were last driven on, with an expiry: for people, and for the next sweep
     pm:{<job>}:job            H  state, spec, counters, times
@@ -13,6 +14,7 @@
              :commit          H  shard -> record; written once, never replaced
              :tries :faults   H  shard -> how often leased; why it was put back last
              :shards          H  shard -> its plan;  :progress  shard -> rows done in it
+    pm:news:<job>                a channel: something was committed, or the job has ended
 
 Every change is one Lua script that may be run twice: the client repeats a command whose reply was lost.
 """
@@ -28,8 +30,8 @@ import redis
 from redis.commands.core import Script
 from redis.lock import Lock
 
-from jobs.errors import RowError, UsageError
-from jobs.ledger_fields import counts, dump_errors, result_fields, view_of
+from jobs.errors import LedgerFull, OutputTaken, RowError, UsageError
+from jobs.ledger_fields import TERMS, counts, dump_errors, result_fields, spec_of, view_of
 from jobs.records import (
     DeadShard,
     JobView,
@@ -46,6 +48,8 @@ Ending = Literal["completed", "cancelled", "expired"]
 
 _TIMES = ("in_progress_at", "started_at", "finalizing_at")
 _CHUNK = 500
+_FULL = 0.75
+"""The share of Redis's memory up to which jobs are taken: what is in work needs the rest to come to its end."""
 _UNDRIVEN = "no control worker plans, assembles and sweeps; start `pagemill worker --control`"
 
 
@@ -99,6 +103,7 @@ class Ledger:
             "expire",
             "pause",
             "resume",
+            "set",
             "cancel",
             "expire_job",
             "reopen",
@@ -110,8 +115,11 @@ class Ledger:
 
     # --- a job's life -------------------------------------------------------------------------------------------
 
-    def create(self, spec: JobSpec) -> bool:
-        """Enter a job as `validating`. False if it is there already, as after a lost reply."""
+    def create(self, spec: JobSpec, *, paused: bool = False) -> bool:
+        """Enter a job as `validating`. False if it is there already, as after a lost reply.
+
+        Raises OutputTaken where a job that has not ended writes one of its files.
+        """
         fields = {
             "spec": spec.model_dump_json(),
             "model": spec.model,
@@ -122,11 +130,29 @@ class Ledger:
             "priority": spec.priority,
             "weight": spec.weight,
             "max_tries": spec.max_tries,
+            **({"paused": _now()} if paused else {}),
         }
-        keys = [*self._keys(spec.id, "job"), "pm:jobs", "pm:live", "pm:deadlines"]
+        keys = [*self._keys(spec.id, "job"), "pm:jobs", "pm:live", "pm:deadlines", "pm:outputs"]
         deadline = "" if spec.expires_at is None else spec.expires_at
-        args = [spec.id, time.time_ns() // 1_000_000, deadline, *_flat(fields)]
-        return bool(self._run("create", keys, args) == "ok")
+        args = [spec.id, time.time_ns() // 1_000_000, deadline, spec.output_url, spec.error_url, *_flat(fields)]
+        match self._run("create", keys, args):
+            case ["taken", url, holder]:
+                raise OutputTaken(
+                    f"Job {holder} writes {url}, and has not ended.",
+                    hint=f"Name another output, or wait: `pagemill watch {holder}`.",
+                )
+            case reply:
+                return bool(reply == ["ok"])
+
+    def check_room(self, needed: int) -> None:
+        """Raises LedgerFull where so many bytes more would leave too little room for the jobs that are there to end."""
+        memory = self.client.info("memory")
+        limit, used = int(memory.get("maxmemory", 0)), int(memory["used_memory"])
+        if limit and used + needed > _FULL * limit:
+            raise LedgerFull(
+                f"Redis has {used:,} of its {limit:,} bytes in use, and new jobs are taken up to {_FULL:.0%} of them.",
+                hint="Raise its maxmemory, or remove old jobs: `pagemill gc --jobs-older-than 7d`.",
+            )
 
     def add_shards(self, job_id: str, shards: Iterable[Shard]) -> str:
         """Put planned shards up; 'ok', or the state of a job that is no longer being planned."""
@@ -200,6 +226,21 @@ class Ledger:
     def resume(self, job_id: str) -> str:
         """Go on with a job that may be paused. 'ok', or the state that forbids it."""
         return cast(str, self._run("resume", self._keys(job_id, "job"), [job_id]))
+
+    def set_terms(
+        self,
+        job_id: str,
+        *,
+        priority: int | None = None,
+        weight: float | None = None,
+        expires_at: int | Literal["never"] | None = None,
+    ) -> str:
+        """Change a job's place in the queue and its deadline; None leaves one as it is.
+
+        'ok', or the state that forbids it.
+        """
+        given = ["" if value is None else value for value in (priority, weight, expires_at)]
+        return cast(str, self._run("set", [self._key(job_id, "job"), "pm:deadlines"], [job_id, *given]))
 
     def overdue(self) -> list[str]:
         """The jobs whose deadline has passed by the server's clock, and that have not ended."""
@@ -281,11 +322,13 @@ class Ledger:
     # --- questions ----------------------------------------------------------------------------------------------
 
     def spec(self, job_id: str) -> JobSpec:
-        """Raises UsageError for a job that is not there."""
-        data = self.client.hget(self._key(job_id, "job"), "spec")
-        if data is None:
+        """The job on the terms that it has now. Raises UsageError for a job that is not there."""
+        names = ["spec", *TERMS]
+        found = cast(list[str | None], self.client.hmget(self._key(job_id, "job"), names))
+        fields = {name: value for name, value in zip(names, found, strict=True) if value is not None}
+        if "spec" not in fields:
             raise _no_such_job(job_id)
-        return JobSpec.model_validate_json(cast(str, data))
+        return spec_of(fields)
 
     def state(self, job_id: str) -> str | None:
         return cast(str | None, self.client.hget(self._key(job_id, "job"), "state"))
@@ -328,8 +371,7 @@ class Ledger:
         fields, progress, leased = pipe.execute()
         if "spec" not in fields:
             raise _no_such_job(job_id)
-        spec = JobSpec.model_validate_json(fields["spec"])
-        view = view_of(spec, fields, sum(map(int, progress)), leased)
+        view = view_of(spec_of(fields), fields, sum(map(int, progress)), leased)
         return view if view.terminal else view.model_copy(update={"reason": self._reason(view, fields.get("stalled"))})
 
     # --- workers ------------------------------------------------------------------------------------------------
@@ -383,7 +425,7 @@ class Ledger:
         self, job_id: str, from_state: str, to_state: str, fields: dict[str, Any], ended_at: int | None = None
     ) -> str:
         keys = self._keys(job_id, "job", "ready", "leases", "own", "progress", "shards")
-        keys = [keys[0], "pm:live", "pm:deadlines", *keys[1:]]
+        keys = [keys[0], "pm:live", "pm:deadlines", "pm:outputs", *keys[1:]]
         return cast(str, self._run("finish", keys, [job_id, from_state, to_state, ended_at or _now(), *_flat(fields)]))
 
     def _release(self, lease: Lease, fault: str, rest: float) -> bool:

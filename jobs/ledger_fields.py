@@ -12,6 +12,21 @@ COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_toke
 """As the scripts that count have them too."""
 
 
+TERMS = ("priority", "weight", "expires_at")
+"""What `set` changes, in fields of their own."""
+
+
+def spec_of(fields: dict[str, str]) -> JobSpec:
+    """The job's spec, on the terms that it has now."""
+    spec = JobSpec.model_validate_json(fields["spec"])
+    terms = spec.terms.model_validate({**spec.terms.model_dump(), "expires_at": None, **_given(fields)})
+    return spec.model_copy(update={name: getattr(terms, name) for name in TERMS})
+
+
+def _given(fields: dict[str, str]) -> dict[str, str]:
+    return {name: fields[name] for name in TERMS if name in fields}
+
+
 def view_of(spec: JobSpec, fields: dict[str, str], in_flight: int, leased: int) -> JobView:
     """The job as people see it."""
 
@@ -26,6 +41,7 @@ def view_of(spec: JobSpec, fields: dict[str, str], in_flight: int, leased: int) 
         created_at=spec.created_at,
         tenant=spec.tenant,
         priority=spec.priority,
+        weight=spec.weight,
         parent=spec.parent.job_id if spec.parent else None,
         paused="paused" in fields,
         expires_at=spec.expires_at,

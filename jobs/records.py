@@ -176,6 +176,7 @@ class JobView(_Frozen):
     created_at: int
     tenant: str = "default"
     priority: int = 0
+    weight: float = 1.0
     parent: str | None = None
     paused: bool = False
     expires_at: int | None = None

@@ -4,8 +4,9 @@ Each job is entered as `validating` and planned, as after a submit; see `Control
 recovery that stops in the middle is mended by the sweeper, or by another recovery, which may run beside it and beside
 workers. Workers that still hold leases of the lost ledger commit nothing: no attempt of theirs owns a shard any more.
 
-What only the ledger knew is lost: that a job had failed, was being cancelled or was paused, and how often a shard was
-tried. Such a job runs on.
+What its owner ordered since the submit is in storage too: a paused job comes back paused, one that was being cancelled
+is cancelled, and priority, weight and deadline are the last ones. What only the ledger knew is lost: how often a shard
+was tried, and that a job had failed; it fails once more where its input is still at fault.
 """
 
 import re
@@ -23,6 +24,7 @@ from jobs.ledger import Ledger
 from jobs.records import JobView
 from jobs.spec import JOB_ID_PATTERN, JobSpec
 from jobs.storage import Stores
+from jobs.submit import enter_again
 
 _BATCH = 500
 _JOB_ID = re.compile(JOB_ID_PATTERN)
@@ -70,15 +72,19 @@ def is_lost(job_id: str, storage_url: str, stores: Stores) -> bool:
 def recover(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens, control: Control) -> JobView:
     """Enter one lost job. What had been planned is open again, or has ended, when this returns.
 
-    A job without a plan is left to the control workers, which read its input as after a submit.
+    A job without a plan is left to the control workers, which read its input as after a submit. Raises OutputTaken
+    where a job that was submitted since writes the same file.
     """
-    ledger.create(spec)
+    orders = enter_again(spec, ledger, stores)
     if any(_is_there(stores, url) for url in (spec.layout.plan, spec.layout.manifest)):
         control.plan(spec.id)
-    else:
+    elif not orders.cancelled:
         tokens.send(PLAN, spec.id)
+    if orders.cancelled:
+        # Not before the plan: what is committed is kept. A job that has ended is left as it is.
+        ledger.cancel(spec.id)
     view = ledger.view(spec.id)
-    if view.state == "finalizing":
+    if view.state in ("finalizing", "cancelling"):
         tokens.assemble(spec.id)
     return view
 

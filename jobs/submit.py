@@ -12,13 +12,15 @@ from secrets import token_hex
 from pydantic import ValidationError
 
 from jobs.broker import PLAN, Tokens
-from jobs.errors import IdempotencyConflict, ObjectNotFound, PreconditionFailed, UsageError
+from jobs.errors import IdempotencyConflict, LedgerFull, ObjectNotFound, OutputTaken, PreconditionFailed, UsageError
 from jobs.failpoints import failpoint
 from jobs.inputs import InputOptions, find_files, place_files, require_column
 from jobs.layout import JobLayout, absolute_url
 from jobs.ledger import Ledger
+from jobs.orders import Orders, standing_orders
 from jobs.output import Output, OutputFormat, errors_beside, output_of
 from jobs.parquet_rows import columns_passed_on
+from jobs.planner import MAX_SHARDS
 from jobs.pooling import Pooling
 from jobs.sampling import Sampling
 from jobs.settings import Settings
@@ -35,6 +37,11 @@ from jobs.spec import (
     new_job_id,
 )
 from jobs.storage import Stores
+
+_SHARD_BYTES = 410
+"""What the ledger holds of a shard and of its record."""
+_USUAL_SHARD_BYTES = 128 * 1024
+"""Of the input: what has the tokens of a shard."""
 
 
 def prepare(
@@ -117,17 +124,49 @@ def enter(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens) -> JobS
     """Write the spec to storage and the job to the ledger, and wake a planner. May be repeated with the same spec.
 
     Returns the spec that stands: an earlier one, where the same was submitted before under the same idempotency key.
-    Raises IdempotencyConflict where something else was.
+    Raises IdempotencyConflict where something else was, LedgerFull where there is no room for another job, and
+    OutputTaken where a job that has not ended writes the same file. Of a job that is refused nothing is left.
     """
     try:
+        ledger.check_room(_ledger_bytes(spec))
         stores.put_if_absent(spec.layout.spec, spec.model_dump_json().encode())
     except PreconditionFailed:
         spec = _submitted_before(spec, stores)
-    failpoint("submit.stored")
-    ledger.create(spec)
+        enter_again(spec, ledger, stores)
+    except LedgerFull:
+        stores.delete(_placed_files(spec))
+        raise
+    else:
+        failpoint("submit.stored")
+        try:
+            ledger.create(spec)
+        except OutputTaken:
+            # The spec first: what is left of a job without one is no job.
+            stores.delete([spec.layout.spec, *_placed_files(spec)])
+            raise
     failpoint("submit.entered")
     tokens.send(PLAN, spec.id)
     return spec
+
+
+def enter_again(spec: JobSpec, ledger: Ledger, stores: Stores) -> Orders:
+    """Write a job that storage had before to the ledger, which may have lost it, as its owner wanted it last.
+
+    It is held if it was to be held, and if it was to be cancelled until it is. Raises OutputTaken.
+    """
+    orders = standing_orders(spec.layout, stores)
+    ledger.create(orders.applied_to(spec), paused=orders.paused or orders.cancelled)
+    return orders
+
+
+def _ledger_bytes(spec: JobSpec) -> int:
+    """About how much of the ledger's memory the job will need."""
+    return _SHARD_BYTES * (1 + min(spec.input.size // _USUAL_SHARD_BYTES, MAX_SHARDS))
+
+
+def _placed_files(spec: JobSpec) -> list[str]:
+    """The files of the input that were put where workers can read them."""
+    return [file.url for file in spec.input.files if file.url.startswith(f"{spec.layout.root}/")]
 
 
 def _submitted_before(spec: JobSpec, stores: Stores) -> JobSpec:
@@ -135,8 +174,7 @@ def _submitted_before(spec: JobSpec, stores: Stores) -> JobSpec:
     first = JobSpec.model_validate_json(stores.read(spec.layout.spec))
     same = spec.asks_the_same(first) and _same_input(spec.input, first.input, stores)
     kept = {file.url for file in first.input.files}
-    ours = [file.url for file in spec.input.files if file.url.startswith(f"{spec.layout.root}/")]
-    stores.delete(url for url in ours if url not in kept)
+    stores.delete(url for url in _placed_files(spec) if url not in kept)
     if not same:
         raise IdempotencyConflict(
             f"Job {first.id} was submitted under this idempotency key, with another input or other options.",

@@ -18,9 +18,9 @@ from jobs.cli.report import report
 from jobs.cli.run import run
 from jobs.cli.run_batch import FOREIGN_FLAGS, run_batch
 from jobs.cli.services import up
-from jobs.cli.steer import cancel, pause, resume, retry
+from jobs.cli.steer import cancel, pause, resume, retry, set_terms
 from jobs.cli.submit import submit
-from jobs.connection import unreachable
+from jobs.connection import unusable
 from jobs.errors import PagemillError, UsageError
 from jobs.settings import settings
 
@@ -40,6 +40,7 @@ _GROUPS: dict[str, dict[str, Callable[..., None]]] = {
         "pause": pause,
         "resume": resume,
         "cancel": cancel,
+        "set": set_terms,
         "retry": retry,
         "results": results,
         "errors": errors,
@@ -121,7 +122,7 @@ def main() -> None:
     except PagemillError as error:
         _report(error)
     except RedisError as error:
-        _report(unreachable(settings().ledger_url, error))
+        _report(unusable(settings().ledger_url, error))
     except ModuleNotFoundError as error:
         # What runs models is imported when it is used.
         if error.name not in _OF_MODELS:

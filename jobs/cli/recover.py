@@ -8,8 +8,9 @@ from rich.table import Column, Table
 
 from jobs.cli.client import open_client
 from jobs.cli.options import Json
-from jobs.cli.show import print_json, stderr, stdout
+from jobs.cli.show import print_json, state_of, stderr, stdout
 from jobs.control import Control
+from jobs.errors import OutputTaken
 from jobs.records import JobView
 from jobs.recover import Unusable, lost_jobs
 from jobs.recover import recover as recover_job
@@ -34,7 +35,11 @@ def recover(
         elif dry_run:
             listed.append(found.id)
         else:
-            views.append(recover_job(found, client.ledger, client.stores, client.tokens, control))
+            try:
+                views.append(recover_job(found, client.ledger, client.stores, client.tokens, control))
+            except OutputTaken as error:
+                unusable.append(Unusable(found.id, f"job {found.id}: {error.message}"))
+                continue
             listed.append(found.id)
     if json:
         skipped = {one.job_id: one.why for one in unusable}
@@ -56,5 +61,5 @@ def _print(views: list[JobView]) -> None:
     for view in views:
         shards = f"{view.settled} of {'?' if view.shards is None else view.shards}"
         rows = f"{view.done + view.failed} of {'?' if view.rows is None else view.rows}"
-        table.add_row(view.id, view.state, shards, rows)
+        table.add_row(view.id, state_of(view), shards, rows)
     stdout.print(table)

@@ -47,7 +47,7 @@ def print_job(view: JobView) -> None:
         ("state", f"[{color}]{state_of(view)}[/]"),
         ("model", view.model),
         ("created", str(datetime.fromtimestamp(view.created_at))),
-        ("queue", f"priority {view.priority}, tenant {view.tenant}"),
+        ("queue", terms_of(view)),
         ("rows", f"{view.done} done, {view.failed} failed, {view.in_flight} in flight, of {rows}"),
         ("shards", f"{view.settled} settled, {view.leased} in work, of {view.shards or '?'}"),
         (
@@ -57,8 +57,6 @@ def print_job(view: JobView) -> None:
     ]
     if view.parent:
         facts.append(("retries", f"the failed rows of {view.parent}"))
-    if view.expires_at:
-        facts.append(("expires", str(datetime.fromtimestamp(view.expires_at))))
     if view.started_at and view.ended_at:
         facts.append(("took", str(timedelta(seconds=view.ended_at - view.started_at))))
     facts += [
@@ -77,6 +75,13 @@ def print_job(view: JobView) -> None:
 def state_of(view: JobView) -> str:
     """The state in words, and whether the job is held."""
     return f"{view.state}, paused" if view.paused else view.state
+
+
+def terms_of(view: JobView) -> str:
+    """Where the job stands among others, and until when."""
+    weight = "" if view.weight == 1 else f", weight {view.weight:g}"
+    until = f", expires {datetime.fromtimestamp(view.expires_at)}" if view.expires_at else ""
+    return f"priority {view.priority}, tenant {view.tenant}{weight}{until}"
 
 
 def print_errors(view: JobView) -> None:

@@ -1,14 +1,15 @@
 """Holding, stopping and repeating jobs."""
 
 import time
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from jobs import orders
 from jobs.cli.client import Client, open_client
 from jobs.cli.inspect import JobArgument
 from jobs.cli.options import Json
-from jobs.cli.show import exit_code, follow, print_job, print_json, state_of
+from jobs.cli.show import exit_code, follow, print_job, print_json, state_of, terms_of
 from jobs.cli.terms import Expires, checked_terms, deadline
 from jobs.control import FIRST_TOKENS
 from jobs.errors import UsageError
@@ -19,8 +20,7 @@ from jobs.submit import enter
 def cancel(job: JobArgument, json: Json = False) -> None:
     """Stop a job. Its finished shards are kept, and a file of the rest is left to submit again."""
     client = open_client()
-    client.ledger.view(job)
-    _check(client.ledger.cancel(job), "cancel", code="not_cancellable")
+    _check(orders.cancel(job, client.ledger, client.stores), "cancel", code="not_cancellable")
     client.tokens.assemble(job)
     _say(client, job, json)
 
@@ -28,19 +28,45 @@ def cancel(job: JobArgument, json: Json = False) -> None:
 def pause(job: JobArgument, json: Json = False) -> None:
     """Hold a job. Shards in work are finished, and no more are begun until `resume`."""
     client = open_client()
-    client.ledger.view(job)
-    _check(client.ledger.pause(job), "pause", code="not_pausable")
+    _check(orders.pause(job, client.ledger, client.stores), "pause", code="not_pausable")
     _say(client, job, json)
 
 
 def resume(job: JobArgument, json: Json = False) -> None:
     """Go on with a paused job."""
     client = open_client()
+    _check(orders.resume(job, client.ledger, client.stores), "resume", code="not_resumable")
     view = client.ledger.view(job)
-    _check(client.ledger.resume(job), "resume", code="not_resumable")
     waiting = (view.shards or 0) - view.settled - view.leased
     client.tokens.work(view.model, min(waiting, FIRST_TOKENS))
     _say(client, job, json)
+
+
+def set_terms(
+    job: JobArgument,
+    priority: Annotated[int | None, typer.Option(help="Jobs of a higher one go first; -1000 to 1000.")] = None,
+    weight: Annotated[
+        float | None, typer.Option(help="The job's share among its tenant's of the same priority.")
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(help="End the job then: a duration from now (90m, 1d12h), a time, or 'never'."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Change how a job runs beside others. Shards in work are finished as they are."""
+    if priority is None and weight is None and expires is None:
+        raise UsageError("Say what to change: --priority, --weight or --expires.")
+    given = {"priority": priority, "weight": weight}
+    checked_terms(**{name: value for name, value in given.items() if value is not None})
+    expires_at: int | Literal["never"] | None = None
+    if expires is not None:
+        expires_at = "never" if expires == "never" else deadline(expires, time.time())
+    client = open_client()
+    reply = orders.set_terms(job, client.ledger, client.stores, priority=priority, weight=weight, expires_at=expires_at)
+    _check(reply, "change", code="not_changeable")
+    view = client.ledger.view(job)
+    print_json(view.as_dict()) if json else typer.echo(f"{state_of(view)}: {terms_of(view)}")
 
 
 def retry(

@@ -23,4 +23,5 @@ if redis.call('HINCRBY', KEYS[1], 'settled', 1) == tonumber(redis.call('HGET', K
   redis.call('HDEL', KEYS[1], 'paused')
   requeue(ARGV[1])
 end
+tell(ARGV[1])
 return 'ok'

@@ -57,3 +57,21 @@ local function requeue(id)
   if job[1] ~= 'in_progress' then redis.call('HDEL', past, 'job/' .. id) end
 end
 
+-- Put a job on the level of another priority. It comes in there as one that comes back.
+local function move(id, priority)
+  local job = 'pm:{' .. id .. '}:job'
+  local model_key, old, tenant, place = unpack(redis.call('HMGET', job, 'model_key', 'priority', 'tenant', 'place'))
+  if old == priority then return end
+  local model = 'pm:queue:' .. model_key
+  local level = model .. ':' .. old
+  local time = redis.call('ZSCORE', level .. '/' .. tenant, place)
+  if time then leave(model, old, tenant, place, time, id) end
+  redis.call('HDEL', level .. ':past', 'job/' .. id)
+  redis.call('HSET', job, 'priority', priority)
+  requeue(id)
+end
+
+-- Wake those who wait for news of a job. Only a hint: who may not publish, or does not listen, misses nothing but time.
+local function tell(id)
+  redis.pcall('PUBLISH', 'pm:news:' .. id, '')
+end

@@ -20,7 +20,9 @@ _numbers = count()
 
 
 def new_spec(**fields: Any) -> JobSpec:
-    return record_spec(**{"id": f"job_{next(_numbers)}", **fields})
+    job_id = fields.setdefault("id", f"job_{next(_numbers)}")
+    files = {"output_url": f"file:///{job_id}.jsonl", "error_url": f"file:///{job_id}.errors.jsonl"}
+    return record_spec(**{**files, **fields})
 
 
 def shards(number: int) -> list[Shard]:

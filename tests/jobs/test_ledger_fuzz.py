@@ -1,4 +1,5 @@
-"""Workers at once on one ledger, that crash, stall, give back and repeat themselves; the job is held now and then."""
+"""Workers at once on one ledger, that crash, stall, give back and repeat themselves; the job is held, and moved between
+priorities, now and then."""
 
 import random
 import threading
@@ -92,13 +93,16 @@ def test_workers_that_crash_stall_and_repeat_themselves_settle_each_shard_once(s
     spec = opened(ledger, SHARDS, new_spec(max_tries=1000))
     workers = [Worker(spec, valkey.url, store, f"{seed}-{n}") for n in range(WORKERS)]
     threads = [threading.Thread(target=worker.run) for worker in workers]
+    dice = random.Random(seed)
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         ledger.expire(spec.id)
         ledger.pause(spec.id)
+        ledger.set_terms(spec.id, priority=dice.randint(-2, 2), weight=dice.choice([0.5, 1.0, 2.0]))
         threads[0].join(TTL / 10)
         ledger.resume(spec.id)
+        ledger.set_terms(spec.id, priority=dice.randint(-2, 2))
         threads[0].join(TTL / 2)
 
     seen = sum((worker.seen for worker in workers), Counter[str]())

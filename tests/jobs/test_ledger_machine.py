@@ -62,6 +62,9 @@ class Job:
     faults: dict[int, str] = field(default_factory=dict)
     records: dict[int, SegmentRecord | DeadShard] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.priority, self.weight = self.spec.priority, self.spec.weight
+
     @property
     def segments(self) -> list[SegmentRecord]:
         return [record for record in self.records.values() if isinstance(record, SegmentRecord)]
@@ -144,14 +147,24 @@ class Level:
             start = max(self.past.get(f"/{spec.tenant}", 0), self.clocks.get("", 0))
             self.tenants.setdefault(spec.tenant, start)
         elif not job.waits and spec.id in jobs:
-            self.past[spec.id] = jobs.pop(spec.id)
-            if not jobs:
-                self.past[f"/{spec.tenant}"] = self.tenants.pop(spec.tenant)
-            if not self.tenants:
-                self.past.clear()
-                self.clocks.clear()
+            self.leave(spec)
         if job.state != "in_progress":
             self.past.pop(spec.id, None)
+
+    def leave(self, spec: JobSpec) -> None:
+        jobs = self.jobs[spec.tenant]
+        self.past[spec.id] = jobs.pop(spec.id)
+        if not jobs:
+            self.past[f"/{spec.tenant}"] = self.tenants.pop(spec.tenant)
+        if not self.tenants:
+            self.past.clear()
+            self.clocks.clear()
+
+    def forget(self, spec: JobSpec) -> None:
+        """The job goes to another level."""
+        if spec.id in self.jobs.get(spec.tenant, {}):
+            self.leave(spec)
+        self.past.pop(spec.id, None)
 
     def next_job(self) -> str:
         """Ids sort by age here."""
@@ -159,11 +172,11 @@ class Level:
         tied = [tenant for tenant, time in self.tenants.items() if time == least]
         return min(min(self.jobs[t], key=lambda job_id: (self.jobs[t][job_id], job_id)) for t in tied)
 
-    def charge(self, spec: JobSpec) -> None:
-        jobs = self.jobs[spec.tenant]
+    def charge(self, job: Job) -> None:
+        spec, jobs = job.spec, self.jobs[job.spec.tenant]
         self.clocks |= {"": self.tenants[spec.tenant], spec.tenant: jobs[spec.id]}
         self.tenants[spec.tenant] += 1 / SHARE.weights.get(spec.tenant, 1)
-        jobs[spec.id] += 1 / spec.weight
+        jobs[spec.id] += 1 / job.weight
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -220,7 +233,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.the_ledger_is_as_the_model_says()
         assert self.ledger.live_jobs() == []
         assert self.client.keys("pm:queue:*") == []
-        assert not self.client.exists("pm:deadlines")
+        assert not self.client.exists("pm:deadlines", "pm:outputs")
         self.client.close()
 
     # --- the planner --------------------------------------------------------------------------------------------
@@ -262,11 +275,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.attempts += 1
         lease = self.run(lost, self.ledger.lease, MODEL, f"attempt-{self.attempts}", TTL, SHARE)
         while any(job.waits for job in self.jobs):
-            level = self.levels[max(job.spec.priority for job in self.jobs if job.waits)]
+            level = self.levels[max(job.priority for job in self.jobs if job.waits)]
             job = next(job for job in self.jobs if job.spec.id == level.next_job())
             shard = job.lease()
             if shard is not None:
-                level.charge(job.spec)
+                level.charge(job)
             self.refresh(job)
             if shard is not None:
                 assert lease == Lease(job.spec, shards(job.size)[shard], f"attempt-{self.attempts}", job.fence)
@@ -397,6 +410,20 @@ class LedgerMachine(RuleBasedStateMachine):
             job.paused = paused
             self.refresh(job)
 
+    @rule(number=JOBS, lost=LOST, priority=st.sampled_from([None, 0, 5]), weight=st.sampled_from([None, 1.0, 2.0]))
+    def set_terms(self, number: int, lost: bool, priority: int | None, weight: float | None) -> None:
+        job = self.jobs[number]
+        reply = self.run(lost, self.ledger.set_terms, job.spec.id, priority=priority, weight=weight)
+        can_be = job.state in ("validating", "in_progress")
+        assert reply == ("ok" if can_be else job.state or "gone")
+        if not can_be:
+            return
+        if priority is not None and priority != job.priority:
+            self.levels[job.priority].forget(job.spec)
+            job.priority = priority
+            self.refresh(job)
+        job.weight = weight or job.weight
+
     @precondition(lambda self: self.attempts > 3)
     @rule(number=JOBS, lost=LOST)
     def the_deadline_passes(self, number: int, lost: bool) -> None:
@@ -479,7 +506,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.client.lossy = False
 
     def refresh(self, job: Job) -> None:
-        self.levels[job.spec.priority].refresh(job)
+        self.levels[job.priority].refresh(job)
 
     def handed_out(self, which: int) -> Lease:
         return self.leases[-1 - which % len(self.leases)]
@@ -505,6 +532,7 @@ def check(job: Job, found: dict[str, Any]) -> None:
     assert {int(shard): load_record(data) for shard, data in found["commit"].items()} == job.records
     if job.state is None:
         return
+    assert (int(found["job"]["priority"]), float(found["job"]["weight"])) == (job.priority, job.weight)
     segments = job.segments
     assert len({record.fence for record in segments}) == len(segments)
     assert {name: int(found["job"][name]) for name in ("settled", "done", "failed", "fence")} == {
