@@ -1,45 +1,98 @@
-"""Repeated custom_ids in a file of any size: exact, for 8 bytes an id."""
+"""Repeated custom_ids in a file of any size, in memory that does not grow with it.
 
+digests   ... 17 -4 96 | sorted: -9 -4 2 17 30 96 ... | sorted: ...    runs of a million, in a temporary file
+parts          all runs from -9 to 2 | all from 3 to 30 | ...          held one at a time, and counted
+"""
+
+import os
+import tempfile
 from array import array
-from collections import Counter
+from bisect import bisect_left
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_RUN = 1 << 20
 _PARTS = 256
+_SIZE = 8
+_EDGES = [(part << 56) - (1 << 63) for part in range(1, _PARTS)]
 
 
 class IdDigests:
     """The 64-bit hashes of all ids seen. Equal ids have equal hashes, and few others do: those are looked at again.
 
-    The hash is Python's own and salted per process, which does not show: what it selects is compared as text after.
+    The hash is Python's own and salted per process, which does not show: what it selects is compared after.
     """
 
     def __init__(self) -> None:
-        # In parts by the low byte, so that looking for repeats needs a set of one part at a time and not of all.
-        self._parts = [array("q") for _ in range(_PARTS)]
+        self._recent = array("q")
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
+        self._runs: list[list[int]] = []
+        """Where in the file each part of a run begins, and where the last one ends, in hashes."""
 
     def add(self, custom_id: str) -> None:
-        digest = hash(custom_id)
-        self._parts[digest % _PARTS].append(digest)
+        self._recent.append(hash(custom_id))
+        if len(self._recent) == _RUN:
+            self._end_run()
 
-    def repeated(self) -> set[int]:
-        """The hashes that more than one id has."""
-        found: set[int] = set()
-        for part in self._parts:
-            if len(set(part)) < len(part):
-                found.update(digest for digest, times in Counter(part).items() if times > 1)
+    def repeated(self) -> "array[int]":
+        """The hashes that more than one id has, sorted."""
+        self._end_run()
+        found = array("q")
+        for part in range(_PARTS):
+            pieces = [self._read(run[part], run[part + 1]) for run in self._runs]
+            counts = pc.value_counts(_numbers(b"".join(pieces)))
+            found.extend(_of(counts.field(0).filter(pc.greater(counts.field(1), 1)).sort()))
         return found
+
+    def _end_run(self) -> None:
+        run = _of(_numbers(self._recent).sort())
+        start = self._runs[-1][-1] if self._runs else 0
+        self._runs.append([start, *(start + bisect_left(run, edge) for edge in _EDGES), start + len(run)])
+        self._file.write(run)
+        self._file.flush()
+        self._recent = array("q")
+
+    def _read(self, start: int, end: int) -> bytes:
+        return os.pread(self._file.fileno(), (end - start) * _SIZE, start * _SIZE)
+
+
+def _numbers(data: "bytes | array[int]") -> pa.Array:
+    buffer = pa.py_buffer(data)
+    return pa.Array.from_buffers(pa.int64(), buffer.size // _SIZE, [None, buffer])
+
+
+def _of(numbers: pa.Array) -> "array[int]":
+    _, data = numbers.buffers()
+    found = array("q")
+    if data is not None:
+        found.frombytes(memoryview(data)[: len(numbers) * _SIZE])
+    return found
 
 
 class Repeats:
-    """Tells the repeats of an id from its first appearance, among the ids whose hash is one of `digests`."""
+    """Tells the repeats of an id from its first appearance, among the ids whose hash is one of `digests`, sorted.
 
-    def __init__(self, digests: set[int]) -> None:
+    Of an id is held a second hash beside the first. Ids that have both in common, 127 bits, are taken for the same.
+    """
+
+    def __init__(self, digests: "array[int]") -> None:
         self._digests = digests
-        self._seen: set[str] = set()
+        self._first = array("q", bytes(_SIZE * len(digests)))
+        self._others: set[str] = set()
 
     def is_repeat(self, custom_id: str) -> bool:
-        if hash(custom_id) not in self._digests:
+        digest = hash(custom_id)
+        place = bisect_left(self._digests, digest)
+        if place == len(self._digests) or self._digests[place] != digest:
             return False
-        if custom_id in self._seen:
+        second = hash(f"\0{custom_id}") | 1  # which 0, for an id that was not seen, is not
+        if not self._first[place]:
+            self._first[place] = second
+            return False
+        if self._first[place] == second:
             return True
-        self._seen.add(custom_id)
-        return False
+        # Another id than the first one with this hash.
+        seen = custom_id in self._others
+        self._others.add(custom_id)
+        return seen

@@ -3,8 +3,8 @@
     input   | row 0 ... row 99 | row 100 ... | ...     a shard ends where a row ends; together they are the whole file
             start            end = start
 
-What is held does not grow with the file, but for 8 bytes a row that has a custom_id and one small value a shard.
-The errors beyond the first hundred are on disk. Only where ids may repeat is the input read a second time.
+What is held does not grow with the file, but for one small value a shard: custom_ids, and the errors beyond the first
+hundred, are on disk. Only where ids may repeat is the input read a second time.
 """
 
 import heapq
@@ -45,8 +45,10 @@ __all__ = [
     "shard_rows",
 ]
 
-MAX_SHARDS = 10_000
-"""About how many shards the tokens of a large input are cut into: the ledger holds each one."""
+SHARDS_OF_A_SIZE = 2_000
+"""After so many shards, the next ones may be twice as large, and so on: the ledger holds each one."""
+MAX_SHARDS = 5 * SHARDS_OF_A_SIZE
+"""About how many a hundred million rows are cut into; ten times as many rows are not twice as many shards."""
 
 _BYTES_PER_TOKEN = 4
 
@@ -119,11 +121,10 @@ def shard_rows(spec: JobSpec, stores: Store, shard: Shard) -> Iterator[PlannedRo
 
     Raises InputChanged where the input is no longer the version that was planned.
     """
-    duplicates = frozenset(shard.duplicates)
     count = 0
     for planned in _read(spec, stores, source_of(spec, stores), shard, lambda size: None):
         count += 1
-        if planned.index in duplicates and isinstance(planned.row, Row):
+        if shard.duplicates and isinstance(planned.row, Row) and shard.is_duplicate(planned.index):
             planned = replace(planned, row=_duplicate(planned.row))
         yield planned
     if count != shard.rows:
@@ -159,14 +160,15 @@ def _read(
 
 
 class _Cutter:
-    """Cuts after the row with which a shard has enough tokens or rows; never makes an empty shard."""
+    """Cuts after the row with which a shard has enough tokens or rows; never makes an empty shard.
+
+    What is enough is doubled every `SHARDS_OF_A_SIZE` shards: a large job has larger shards more than it has many.
+    """
 
     def __init__(self, spec: JobSpec, source: Source, limits: Settings) -> None:
         self._source = source
         self._limit = spec.input.limit
-        self._max_tokens = max(
-            limits.min_shard_tokens, max(spec.input.size, source.end) // _BYTES_PER_TOKEN // MAX_SHARDS
-        )
+        self._max_tokens = limits.min_shard_tokens
         self._max_rows = limits.max_shard_rows
         self._shards: list[Shard] = []
         self._start, self._first_row, self._first_line = 0, 0, 1
@@ -203,6 +205,9 @@ class _Cutter:
         )
         self._start, self._first_row, self._first_line = end, self.rows, last.number + 1
         self._tokens = 0
+        if len(self._shards) % SHARDS_OF_A_SIZE == 0:
+            self._max_tokens *= 2
+            self._max_rows *= 2
 
 
 def _with_duplicates(
@@ -211,19 +216,20 @@ def _with_duplicates(
     """The shards with their duplicates, and the errors with one for each of them, in line order."""
     found = RowErrors()
     first_rows = [shard.first_row for shard in shards]
-    in_shard: defaultdict[int, list[int]] = defaultdict(list)
+    in_shard: defaultdict[int, int] = defaultdict(int)
     for planned in everything:
         row = planned.row
         if isinstance(row, Row) and row.custom_id is not None and repeats.is_repeat(row.custom_id):
             found.add(_duplicate(row))
-            in_shard[bisect_right(first_rows, planned.index) - 1].append(planned.index)
+            place = bisect_right(first_rows, planned.index) - 1
+            in_shard[place] |= 1 << planned.index - first_rows[place]
     merged = RowErrors()
     order = {file.label: place for place, file in enumerate(spec.input.files)}
     for error in heapq.merge(
         errors, found, key=lambda error: (order[error.file] if error.file else 0, error.line or 0)
     ):
         merged.add(error)
-    return [replace(shard, duplicates=tuple(in_shard[shard.index])) for shard in shards], merged
+    return [replace(shard, duplicates=in_shard[shard.index]) for shard in shards], merged
 
 
 def _duplicate(row: Row) -> RowError:

@@ -59,8 +59,10 @@ class Settings(BaseSettings):
     stop_grace: Annotated[float, Field(gt=0)] = 30
     """How long a worker may take to stop after SIGTERM before it ends itself."""
     min_shard_tokens: Annotated[int, Field(ge=1)] = 32_768
-    """A shard is cut when its prompts and answers are estimated at this many tokens, or more if the input is large."""
+    """A shard is cut when its prompts and answers are estimated at this many tokens; later ones of a large input at
+    twice as many, and so on."""
     max_shard_rows: Annotated[int, Field(ge=1)] = 1_000
+    """And when it has this many rows, or twice as many, and so on."""
     max_copy_bytes: Annotated[int, Field(ge=1)] = 256 << 30
     """The planner writes compressed files, CSV and TSV to storage as JSON lines: those of one job up to this many."""
 

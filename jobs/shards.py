@@ -19,8 +19,9 @@ _MAX_SPOOLED_LINE = 1024 * 1024
 class Shard:
     """A contiguous range of rows: rows [first_row, first_row + rows) in the bytes [start, end) of the input.
 
-    `first_line` is the number of the line that begins at `start`. `duplicates` are the indexes of those rows whose
-    custom_id stands earlier in the file: they are refused, which the shard's own bytes do not tell.
+    `first_line` is the number of the line that begins at `start`. Of `duplicates`, bit i stands for row
+    `first_row` + i, and tells that its custom_id stands earlier in the file: the row is refused, which the shard's own
+    bytes do not say.
     """
 
     index: int
@@ -29,7 +30,10 @@ class Shard:
     start: int
     end: int
     first_line: int
-    duplicates: tuple[int, ...] = ()
+    duplicates: int = 0
+
+    def is_duplicate(self, row: int) -> bool:
+        return bool(self.duplicates >> (row - self.first_row) & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +79,14 @@ class RowErrors:
 def dump_shard(shard: Shard) -> bytes:
     """The shard as one line of compact JSON, without the newline."""
     fields = asdict(shard)
-    if not shard.duplicates:
-        del fields["duplicates"]
-    return dumps(fields)
+    duplicates = fields.pop("duplicates")
+    return dumps({**fields, "duplicates": f"{duplicates:x}"} if duplicates else fields)
 
 
 def load_shard(data: bytes | str) -> Shard:
     """The shard that `dump_shard` wrote."""
     fields = json.loads(data)
-    return Shard(**{**fields, "duplicates": tuple(fields.get("duplicates", ()))})
+    return Shard(**{**fields, "duplicates": int(fields.get("duplicates", "0"), 16)})
 
 
 def dump_plan(plan: Plan) -> bytes:

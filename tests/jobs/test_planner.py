@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from jobs.errors import InputChanged, PagemillError, RowError
 from jobs.formats.jsonl import dumps
-from jobs.planner import MAX_SHARDS, Plan, Planned, Shard, dump_plan, load_plan, plan, shard_rows
+from jobs.planner import SHARDS_OF_A_SIZE, Plan, Planned, Shard, dump_plan, load_plan, plan, shard_rows
+from jobs.quick_check import ANSWER_TOKENS
 from jobs.rows import Row
 from jobs.settings import Settings
 from jobs.shards import FIRST_ERRORS, dump_shard, load_shard
@@ -107,14 +109,14 @@ def test_a_shard_is_cut_at_its_tokens_and_at_its_rows(tmp_path: Path) -> None:
     assert [shard.rows for shard in plan(spec, STORE, cut(tokens=1)).shards] == [1] * 20
 
 
-def test_a_large_input_has_larger_shards_instead_of_more(tmp_path: Path) -> None:
-    # The spec says how large the input is; to write that much would take too long.
-    spec = job(tmp_path / "in", records(*["x"] * 600))
-    file = spec.input.files[0].model_copy(update={"size": 4 * MAX_SHARDS * 10_000})
-    huge = spec.model_copy(update={"input": Input(files=(file,))})
-    small = len(plan(spec, STORE, cut(tokens=1)).shards)
-    assert small == 600
-    assert len(plan(huge, STORE, cut(tokens=1)).shards) == pytest.approx(600 * 256 / 10_000, abs=1.5)
+def test_a_large_input_has_larger_shards_more_than_it_has_many(tmp_path: Path) -> None:
+    spec = job(tmp_path / "in", b'{"prompt":"x"}\n' * (4 * SHARDS_OF_A_SIZE))
+    sizes = Counter(shard.rows for shard in plan(spec, STORE, cut(rows=1)).shards)
+    assert sizes == {1: SHARDS_OF_A_SIZE, 2: SHARDS_OF_A_SIZE, 4: SHARDS_OF_A_SIZE // 4}
+    a_row = ANSWER_TOKENS + len(b'{"prompt":"x"}') // 4
+    rows = [shard.rows for shard in plan(spec, STORE, cut(tokens=a_row + 1)).shards]
+    assert set(rows[:SHARDS_OF_A_SIZE]) == {2}
+    assert set(rows[SHARDS_OF_A_SIZE:-1]) == {3}
 
 
 def test_the_jobs_own_answer_limit_counts(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_repeated_custom_id_is_refused_each_time_but_the_first(tmp_path: Path)
     duplicate = next(iter(planned.errors))
     assert (duplicate.custom_id, duplicate.param) == ("a", "custom_id")
     assert data[duplicate.byte or 0 :].startswith(b'{"custom_id":"a"')
-    assert [shard.duplicates for shard in planned.shards] == [(2,), (5,), (6,)]
+    assert [shard.duplicates for shard in planned.shards] == [0b100, 0b100, 0b001]
     ran = [row.index for shard in planned.shards for row in shard_rows(spec, STORE, shard) if isinstance(row.row, Row)]
     assert ran == [0, 1, 3]
 
@@ -175,9 +177,23 @@ def test_records_may_repeat_anything_but_a_custom_id(tmp_path: Path) -> None:
 
 
 def test_ids_whose_hashes_collide_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.duplicates.hash", lambda text: len(text), raising=False)
-    data = b"".join(dumps({"custom_id": name, "prompt": "x"}) + b"\n" for name in ("a", "b", "a", "cc"))
-    assert everything(plan(job(tmp_path / "in", data), STORE, cut())) == [(3, "duplicate_custom_id")]
+    # The second hash of an id, that of a longer text, is left as it is.
+    monkeypatch.setattr("jobs.duplicates.hash", lambda text: len(text) if len(text) < 3 else hash(text), raising=False)
+    data = b"".join(dumps({"custom_id": name, "prompt": "x"}) + b"\n" for name in ("aa", "bb", "aa", "c", "bb"))
+    assert everything(plan(job(tmp_path / "in", data), STORE, cut())) == [
+        (3, "duplicate_custom_id"),
+        (5, "duplicate_custom_id"),
+    ]
+
+
+def test_repeats_are_found_among_more_ids_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.duplicates._RUN", 10)
+    names = [f"id-{number}" for number in range(95)]
+    data = b"".join(dumps({"custom_id": name, "prompt": "x"}) + b"\n" for name in [*names, "id-93", "id-2", "new"])
+    assert everything(plan(job(tmp_path / "in", data), STORE, cut())) == [
+        (96, "duplicate_custom_id"),
+        (97, "duplicate_custom_id"),
+    ]
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n", b"\xef\xbb\xbf", b" \r\n\t"])
@@ -248,7 +264,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_shard_reads_back_and_is_small() -> None:
-    for shard in (Shard(3, 30, 10, 999, 1999, 31), Shard(3, 30, 10, 999, 1999, 31, (31, 39))):
+    for shard in (Shard(3, 30, 10, 999, 1999, 31), Shard(3, 30, 10, 999, 1999, 31, 0b100000001)):
         assert load_shard(dump_shard(shard)) == shard
         assert len(dump_shard(shard)) < 120
 
