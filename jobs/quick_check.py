@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 from jobs.formats.json_keys import count_kept, repeated_key
 from jobs.openai_rows import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, LINE_FIELDS, MAX_CUSTOM_ID, read_request
 from jobs.pooling import Pooling
-from jobs.row_fields import RowRefused, is_plain_message
+from jobs.row_fields import RowRefused, are_plain_messages
 from jobs.rows import MAX_DEPTH, SAMPLING_COLUMNS, result_columns
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, RecordRows
@@ -48,7 +48,7 @@ def _record_check(shape: RecordRows, spec: JobSpec) -> QuickCheck:
     special = frozenset((*result_columns(spec), *SAMPLING_COLUMNS))
     column = shape.prompt_column or shape.messages_column
     tokens = answer_tokens(spec.pooling if shape.embed else spec.sampling)
-    is_good = _is_prompt if shape.prompt_column is not None else _are_messages
+    is_good = _is_prompt if shape.prompt_column is not None else are_plain_messages
     if column is None or shape.system_template is not None:
         return lambda data: None
 
@@ -77,7 +77,7 @@ def _record_check(shape: RecordRows, spec: JobSpec) -> QuickCheck:
 
 def _openai_check(spec: JobSpec) -> QuickCheck:
     endpoints = {
-        CHAT_URL: _Endpoint("messages", _are_messages, {}),
+        CHAT_URL: _Endpoint("messages", are_plain_messages, {}),
         COMPLETIONS_URL: _Endpoint("prompt", _is_prompt, {}),
         EMBEDDINGS_URL: _Endpoint("input", _is_prompt, {}),
     }
@@ -159,7 +159,3 @@ def _parameters(body: dict[str, Any]) -> bytes:
 
 def _is_prompt(value: Any) -> bool:
     return type(value) is str and value != ""
-
-
-def _are_messages(value: Any) -> bool:
-    return type(value) is list and bool(value) and all(map(is_plain_message, value))

@@ -67,18 +67,22 @@ def read_messages(value: Any, param: str) -> tuple[Message, ...]:
         raise wrong_type(param, "an array of messages", value)
     if not value:
         raise RowRefused("invalid_value", f"Invalid '{param}': an empty array of messages.", param)
-    messages: list[Message] = []
-    for index, item in enumerate(value):
-        messages.append(item if is_plain_message(item) else _message(item, f"{param}[{index}]"))
-    return tuple(messages)
+    if are_plain_messages(value):
+        return tuple(value)
+    return tuple(_message(item, f"{param}[{index}]") for index, item in enumerate(value))
 
 
-def is_plain_message(item: Any) -> bool:
-    """Whether the item is a message as it should be: nearly all are, and need no copy."""
-    if type(item) is not dict or len(item) != 2:
+def are_plain_messages(value: Any) -> bool:
+    """Whether these are messages as they should be: nearly all are, and need no copy."""
+    if type(value) is not list:
         return False
-    role = item.get("role")
-    return type(role) is str and role in _ROLES and type(item.get("content")) is str
+    try:
+        for item in value:
+            if item["role"] not in _ROLES or type(item["content"]) is not str or len(item) != 2:
+                return False
+    except (KeyError, TypeError):
+        return False
+    return bool(value)
 
 
 def _message(item: Any, param: str) -> Message:
