@@ -21,7 +21,7 @@ Ending = Literal["completed", "cancelled", "expired"]
 
 def check(
     spec: JobSpec,
-    prompts: Sequence[str],
+    prompts: Sequence[str | None],
     stores: Stores,
     history: History,
     *,
@@ -30,6 +30,7 @@ def check(
 ) -> Manifest:
     """Every row exactly once and in order, with its own answer, or with the error code that `errors` has for its index.
 
+    A prompt is None where the row has none that can be read.
     Of a job that was stopped: the rows of its committed shards so, each other row in the error file, once.
     Raises AssertionError with what is wrong; BrokenPromise came up where the history was read.
     """
@@ -79,7 +80,7 @@ def _check_objects(spec: JobSpec, shard: int, record: SegmentRecord, stores: Sto
 def _check_output(
     spec: JobSpec,
     manifest: Manifest,
-    prompts: Sequence[str],
+    prompts: Sequence[str | None],
     done: Sequence[int],
     errors: Mapping[int, str],
     stores: Stores,
@@ -87,18 +88,18 @@ def _check_output(
     data = stores.read(manifest.output.url)
     found = _lines(data)
     assert (len(data), len(found)) == (manifest.output.size, manifest.output.lines)
-    assert [row["prompt"] for row in found] == [prompts[index] for index in done]
+    assert [row.get("prompt") for row in found] == [prompts[index] for index in done]
     for index, row in zip(done, found, strict=True):
         if index in errors:
             assert (row["response"], row["error"]["code"]) == (None, errors[index])
         else:
-            assert (row["response"], row["error"]) == (answer_to(prompts[index], seed_of(spec.id, index)), None)
+            assert (row["response"], row["error"]) == (answer_to(row["prompt"], seed_of(spec.id, index)), None)
 
 
 def _check_errors(
     spec: JobSpec,
     manifest: Manifest,
-    prompts: Sequence[str],
+    prompts: Sequence[str | None],
     done: Sequence[int],
     errors: Mapping[int, str],
     stores: Stores,
@@ -114,7 +115,7 @@ def _check_errors(
             return
         raise AssertionError("there is an error file, and no error")
     found = _lines(stores.read(spec.error_url))
-    assert [(row["prompt"], row["error"]["code"]) for row in found] == [
+    assert [((row["record"] or {}).get("prompt"), row["error"]["code"]) for row in found] == [
         (prompts[index], code) for index, code in sorted(expected.items())
     ]
 

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,7 @@ class Job:
     """A job that was submitted, and what was asked in it."""
 
     spec: JobSpec
-    prompts: list[str]
+    prompts: Sequence[str | None]
 
     @property
     def id(self) -> str:
@@ -166,17 +166,26 @@ class Fleet:
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, rows: int = 24, *, prompts: list[str] | None = None, **options: Any) -> Job:
-        """A job with its input in place, and not entered anywhere."""
+    def prepare(
+        self,
+        rows: int = 24,
+        *,
+        prompts: Sequence[str | None] | None = None,
+        data: bytes | None = None,
+        suffix: str = ".jsonl",
+        **options: Any,
+    ) -> Job:
+        """A job with its input in place, and not entered anywhere. `data` is the input, if it is more than prompts."""
         prompts = prompts or [f"question {n}" for n in range(rows)]
-        source = self.folder / f"input-{len(list(self.folder.glob('input-*')))}.jsonl"
-        source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        source = self.folder / f"input-{len(list(self.folder.glob('input-*')))}{suffix}"
+        source.write_bytes(data or "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts).encode())
         defaults = {"model": MODEL, "rows": RecordRows(prompt_column="prompt")}
         spec = prepare(str(source), stores=self.stores, settings=self.settings, **{**defaults, **options})
         return Job(spec, prompts)
 
-    def submit(self, rows: int = 24, *, prompts: list[str] | None = None, **options: Any) -> Job:
-        job = self.prepare(rows, prompts=prompts, **options)
+    def submit(self, rows: int = 24, **options: Any) -> Job:
+        """The same, entered; see `prepare`."""
+        job = self.prepare(rows, **options)
         enter(job.spec, self.ledger, self.stores, self.tokens)
         return job
 
