@@ -162,6 +162,8 @@ def _run(app: Celery, settings: Settings, queue: str, slots: int, on_stop: Calla
         deadline.start()
 
     signals.worker_shutting_down.connect(stop, weak=False)
+    # What is logged is set up already, and Celery would set the level of all of it to its own.
+    signals.setup_logging.connect(lambda **_: None, weak=False)
     worker = app.Worker(
         hostname=f"{queue}-{os.getpid()}@{socket.gethostname()}",
         pool_cls="threads",

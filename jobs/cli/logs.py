@@ -27,4 +27,5 @@ def log_to_stderr(*, as_json: bool) -> None:
     people = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if as_json else people)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("botocore").setLevel(logging.WARNING)
+    for talkative in ("botocore", "celery"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
