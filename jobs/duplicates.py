@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 _RUN = 1 << 20
+_BATCH = 1 << 10
 _PARTS = 256
 _SIZE = 8
 _EDGES = [(part << 56) - (1 << 63) for part in range(1, _PARTS)]
@@ -25,18 +26,20 @@ class IdDigests:
     """
 
     def __init__(self) -> None:
+        self._names: list[str] = []
         self._recent = array("q")
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
         self._runs: list[list[int]] = []
         """Where in the file each part of a run begins, and where the last one ends, in hashes."""
 
     def add(self, custom_id: str) -> None:
-        self._recent.append(hash(custom_id))
-        if len(self._recent) == _RUN:
-            self._end_run()
+        self._names.append(custom_id)
+        if len(self._names) == _BATCH:
+            self._take_up()
 
     def repeated(self) -> "array[int]":
         """The hashes that more than one id has, sorted."""
+        self._take_up()
         self._end_run()
         found = array("q")
         for part in range(_PARTS):
@@ -44,6 +47,12 @@ class IdDigests:
             counts = pc.value_counts(_numbers(b"".join(pieces)))
             found.extend(_of(counts.field(0).filter(pc.greater(counts.field(1), 1)).sort()))
         return found
+
+    def _take_up(self) -> None:
+        self._recent.extend(map(hash, self._names))
+        self._names.clear()
+        if len(self._recent) >= _RUN:
+            self._end_run()
 
     def _end_run(self) -> None:
         run = _of(_numbers(self._recent).sort())

@@ -172,6 +172,7 @@ class _Cutter:
         self._max_rows = limits.max_shard_rows
         self._shards: list[Shard] = []
         self._start, self._first_row, self._first_line = 0, 0, 1
+        self._full_at = self._max_rows
         self._last: Line | None = None
         self._tokens = 0
         self.rows = 0
@@ -180,7 +181,7 @@ class _Cutter:
         self.rows += 1
         self._last = line
         self._tokens += tokens
-        if self._tokens >= self._max_tokens or self.rows - self._first_row >= self._max_rows:
+        if self._tokens >= self._max_tokens or self.rows >= self._full_at:
             self._cut(line)
 
     def finish(self) -> list[Shard]:
@@ -208,6 +209,7 @@ class _Cutter:
         if len(self._shards) % SHARDS_OF_A_SIZE == 0:
             self._max_tokens *= 2
             self._max_rows *= 2
+        self._full_at = self.rows + self._max_rows
 
 
 def _with_duplicates(

@@ -187,7 +187,8 @@ def test_ids_whose_hashes_collide_are_told_apart(tmp_path: Path, monkeypatch: py
 
 
 def test_repeats_are_found_among_more_ids_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.duplicates._RUN", 10)
+    monkeypatch.setattr("jobs.duplicates._RUN", 20)
+    monkeypatch.setattr("jobs.duplicates._BATCH", 10)
     names = [f"id-{number}" for number in range(95)]
     data = b"".join(dumps({"custom_id": name, "prompt": "x"}) + b"\n" for name in [*names, "id-93", "id-2", "new"])
     assert everything(plan(job(tmp_path / "in", data), STORE, cut())) == [
