@@ -20,7 +20,7 @@ from jobs.failpoints import VARIABLE
 from jobs.ledger import Ledger
 from jobs.records import JobView, Manifest
 from jobs.settings import Settings
-from jobs.spec import JobSpec, RecordRows
+from jobs.spec import JobSpec, OpenAIRows, RecordRows
 from jobs.storage import Stores
 from jobs.submit import enter, prepare
 from tests.jobs.ledgers import key
@@ -33,6 +33,7 @@ from tests.system.stub_worker import MODEL, SLOTS
 
 LEASE_TTL, SWEEP_EVERY = 2.0, 0.5
 SHARD_ROWS = 4
+RECORDS = RecordRows(prompt_column="prompt")
 END_S = 60
 """What any fault may cost: far above what it does cost here, and far below a hang."""
 
@@ -172,6 +173,7 @@ class Fleet:
         *,
         prompts: Sequence[str | None] | None = None,
         data: bytes | None = None,
+        shape: OpenAIRows | RecordRows = RECORDS,
         suffix: str = ".jsonl",
         **options: Any,
     ) -> Job:
@@ -179,8 +181,8 @@ class Fleet:
         prompts = prompts or [f"question {n}" for n in range(rows)]
         source = self.folder / f"input-{len(list(self.folder.glob('input-*')))}{suffix}"
         source.write_bytes(data or "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts).encode())
-        defaults = {"model": MODEL, "rows": RecordRows(prompt_column="prompt")}
-        spec = prepare(str(source), stores=self.stores, settings=self.settings, **{**defaults, **options})
+        services = {"stores": self.stores, "settings": self.settings}
+        spec = prepare(str(source), rows=shape, **{"model": MODEL, **services, **options})
         return Job(spec, prompts)
 
     def submit(self, rows: int = 24, **options: Any) -> Job:
