@@ -74,8 +74,8 @@ def set_terms(
     expires_at: int | Literal["never"] | None = None,
 ) -> str:
     """Change a job's place in the queue and its deadline. 'ok', or the state that forbids it."""
+    layout = ledger.spec(job_id).layout
     reply = ledger.set_terms(job_id, priority=priority, weight=weight, expires_at=expires_at)
     if reply == "ok":
-        spec = ledger.spec(job_id)
-        stores.put(spec.layout.orders + _TERMS, spec.terms.model_dump_json().encode())
+        stores.put(layout.orders + _TERMS, ledger.spec(job_id).terms.model_dump_json().encode())
     return reply

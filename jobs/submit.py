@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from secrets import token_hex
 
 from pydantic import ValidationError
+from redis.exceptions import ResponseError
 
 from jobs.broker import PLAN, Tokens
 from jobs.errors import IdempotencyConflict, LedgerFull, ObjectNotFound, OutputTaken, PreconditionFailed, UsageError
@@ -140,8 +141,8 @@ def enter(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens) -> JobS
         failpoint("submit.stored")
         try:
             ledger.create(spec)
-        except OutputTaken:
-            # The spec first: what is left of a job without one is no job.
+        except (OutputTaken, ResponseError):
+            # Refused for certain, which a connection that broke is not. The spec goes first: without it, it is no job.
             stores.delete([spec.layout.spec, *_placed_files(spec)])
             raise
     failpoint("submit.entered")

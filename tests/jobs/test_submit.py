@@ -2,21 +2,34 @@
 
 import io
 import os
+import re
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
 from jobs.broker import CONTROL_QUEUE, PLAN
-from jobs.errors import ServiceUnreachable, StorageError, UsageError
+from jobs.errors import (
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    LedgerFull,
+    OutputTaken,
+    ServiceUnreachable,
+    StorageError,
+    UsageError,
+)
+from jobs.recover import recover
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, RecordRows
 from jobs.submit import enter, prepare
 from tests.jobs.site import Site
-from tests.servers import BUCKET, S3Server
+from tests.servers import BUCKET, S3Server, ValkeyServer
 
 DATA = b'{"q": "a"}\n{"q": "b"}\n'
 
@@ -174,3 +187,141 @@ def test_a_job_is_in_storage_before_the_ledger_knows_it(
     enter(spec, site.ledger, site.stores, site.tokens)
     assert site.ledger.job_ids(10) == [spec.id]
     assert set(site.queued(CONTROL_QUEUE)) == {(PLAN, f"('{spec.id}',)")}
+
+
+# --- two jobs, one output -----------------------------------------------------------------------------------------
+
+
+def entered(site: Site, spec: JobSpec) -> JobSpec:
+    return enter(spec, site.ledger, site.stores, site.tokens)
+
+
+@pytest.mark.parametrize("kind", ["file", "moto", "rclone"])
+@pytest.mark.parametrize("output", ["out.jsonl", "out/", "out.parquet"])
+def test_of_two_jobs_that_would_write_one_output_the_second_is_refused(
+    kind: str, output: str, site: Site, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """Both looked before either was entered. Where the store has no conditional PUT as well: the ledger decides."""
+    if kind != "file":
+        s3: S3Server = request.getfixturevalue(f"{kind}_s3")
+        prefix = f"s3://{BUCKET}/{uuid4().hex}"
+        site = Site.of(s3.settings(redis_url=site.settings.redis_url, storage=prefix), site.ledger)
+        output = f"{prefix}/{output}"
+    first, second = prepared(site, "in.jsonl", output=output), prepared(site, "in.jsonl", output=output)
+    entered(site, first)
+    with pytest.raises(OutputTaken, match=f"Job {first.id} writes {first.output_url}") as caught:
+        entered(site, second)
+    assert (caught.value.code, caught.value.exit_code) == ("output_taken", EXIT_USAGE)
+    assert site.ledger.job_ids(10) == [first.id]
+    assert list(site.stores.list(f"{second.layout.root}/")) == []
+    assert entered(site, first) == first
+
+
+def test_two_outputs_that_share_an_error_file_are_one(site: Site, folder: Path) -> None:
+    first = entered(site, prepared(site, "in.jsonl", output="out.jsonl"))
+    with pytest.raises(OutputTaken, match=re.escape(first.error_url)):
+        entered(site, prepared(site, "in.jsonl", output="out.parquet"))
+
+
+@pytest.mark.parametrize("end", ["completed", "cancelled", "failed"])
+def test_an_output_is_free_again_when_its_job_has_ended_however(end: str, site: Site, folder: Path) -> None:
+    first = entered(site, prepared(site, "in.jsonl", output="out.jsonl"))
+    if end == "failed":
+        site.ledger.fail(first.id, [], error_count=1, error_url=None, from_state="validating")
+    elif end == "cancelled":
+        site.ledger.cancel(first.id)
+    else:
+        site.control.plan(first.id)
+        site.work(first)
+    second = prepared(site, "in.jsonl", output="out.jsonl")
+    if end != "failed":
+        with pytest.raises(OutputTaken):
+            entered(site, second)
+        site.control.assemble(first.id)
+    assert site.ledger.state(first.id) == end
+    assert entered(site, prepared(site, "in.jsonl", output="out.jsonl")).id != first.id
+
+
+def test_a_hundred_submits_at_once_to_one_output_are_one_job(site: Site, folder: Path) -> None:
+    specs = [prepared(site, "in.jsonl", output="out.jsonl") for _ in range(100)]
+
+    def is_in(spec: JobSpec) -> bool:
+        try:
+            return entered(site, spec) == spec
+        except OutputTaken:
+            return False
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [spec.id for spec, entry in zip(specs, pool.map(is_in, specs), strict=True) if entry]
+    assert site.ledger.job_ids(None) == found
+    assert len(found) == 1
+
+
+def test_a_lost_job_whose_output_another_took_meanwhile_is_not_recovered(site: Site, folder: Path) -> None:
+    lost = entered(site, prepared(site, "in.jsonl", output="out.jsonl"))
+    site.ledger.client.flushall()
+    heir = entered(site, prepared(site, "in.jsonl", output="out.jsonl"))
+    with pytest.raises(OutputTaken, match=heir.id):
+        recover(lost, site.ledger, site.stores, site.tokens, site.control)
+    assert site.stores.head(lost.layout.spec)
+
+
+# --- no room ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(valkey: ValkeyServer) -> Iterator[Callable[[float], None]]:
+    """Sets how full the server is."""
+
+    def fill(share: float) -> None:
+        used = valkey.client.info("memory")["used_memory"]
+        valkey.client.config_set("maxmemory", int(used / share))
+
+    yield fill
+    valkey.client.config_set("maxmemory", 0)
+
+
+def test_a_ledger_that_is_three_quarters_full_takes_no_job(
+    site: Site, folder: Path, full: Callable[[float], None], request: pytest.FixtureRequest
+) -> None:
+    s3: S3Server = request.getfixturevalue("moto_s3")
+    settings = s3.settings(redis_url=site.settings.redis_url, storage=f"s3://{BUCKET}/{uuid4().hex}")
+    bucket = Site.of(settings, site.ledger)
+    spec = prepared(bucket, "in.jsonl")
+    full(0.8)
+    with pytest.raises(LedgerFull, match=r"new jobs are taken up to 75%") as caught:
+        entered(bucket, spec)
+    assert (caught.value.code, caught.value.exit_code) == ("ledger_full", EXIT_UNREACHABLE)
+    assert site.ledger.job_ids(1) == []
+    assert list(bucket.stores.list(f"{spec.layout.root}/")) == []
+    full(0.5)
+    assert entered(bucket, prepared(bucket, "in.jsonl")).id == site.ledger.job_ids(1)[0]
+
+
+def test_a_large_input_needs_more_room_than_a_small_one(
+    site: Site, folder: Path, full: Callable[[float], None]
+) -> None:
+    small = prepared(site, "in.jsonl")
+    (file,) = small.input.files
+    files = (file.model_copy(update={"size": 2**40}),)
+    large = small.model_copy(update={"input": small.input.model_copy(update={"files": files})})
+    full(0.7)
+    with pytest.raises(LedgerFull):
+        entered(site, large)
+    assert entered(site, small) == small
+
+
+def test_a_full_ledger_refuses_what_would_grow_and_work_goes_on_when_it_is_not(
+    site: Site, folder: Path, full: Callable[[float], None]
+) -> None:
+    spec = site.planned(8)
+    lease = site.lease(spec)
+    assert lease is not None
+    record = site.segment(lease)
+    full(1.2)
+    with pytest.raises(OutOfMemoryError):
+        site.ledger.commit(lease, record)
+    assert site.ledger.view(spec.id).settled == 0
+    full(0.5)
+    assert site.ledger.commit(lease, record) == "ok"
+    assert site.ledger.view(spec.id).settled == 1
