@@ -27,5 +27,5 @@ def log_to_stderr(*, as_json: bool) -> None:
     people = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if as_json else people)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for talkative in ("botocore", "celery"):
+    for talkative in ("botocore", "celery", "kombu"):
         logging.getLogger(talkative).setLevel(logging.WARNING)
