@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from typing import Annotated
 
 import typer
@@ -12,11 +11,10 @@ from jobs.cli.options import Json
 from jobs.cli.show import exit_code, follow, print_errors, print_job, print_jobs, print_json
 from jobs.errors import EXIT_DONE, UsageError
 from jobs.follow import follow_results
+from jobs.news import News
 from jobs.output import Output
 from jobs.reading import copy_output, json_lines, output_files
 from jobs.recover import is_lost
-
-_POLL_S = 0.5
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 To = Annotated[
@@ -66,7 +64,8 @@ def results(
 
     A copy has the output's own form, or is of JSON lines if its name says so: `-o copy.jsonl` of a Parquet output.
 
-    With --follow the rows are printed, one JSON line each, with or without --json; the exit code is the job's.
+    With --follow the rows are printed as their shards are finished, one JSON line each, whatever the output's form and
+    with or without --json; the exit code is the job's.
     """
     client = open_client()
     if follow:
@@ -98,9 +97,10 @@ def errors(job: JobArgument, output: To = None, json: Json = False) -> None:
 def _follow_rows(client: Client, job: str) -> int:
     spec = client.ledger.spec(job)
     try:
-        for lines in follow_results(spec, client.ledger, client.stores, lambda: time.sleep(_POLL_S)):
-            sys.stdout.buffer.write(lines)
-            sys.stdout.buffer.flush()
+        with News(client.ledger, job) as news:
+            for lines in follow_results(spec, client.ledger, client.stores, news.wait):
+                sys.stdout.buffer.write(lines)
+                sys.stdout.buffer.flush()
     except BrokenPipeError:
         # Whoever reads has enough. Python would complain once more when it closes the stream at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
