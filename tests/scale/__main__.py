@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.scale.inputs import record, request, write_lines, write_one_group
+from tests.scale.inputs import RECORD, REQUEST, write_lines, write_one_group
 from tests.scale.mill import Measured, mill
 
 _MIB = 1 << 20
@@ -32,12 +32,12 @@ class _Kind(NamedTuple):
 _KINDS = {
     "records": _Kind(
         ".jsonl",
-        lambda path, size: write_lines(path, size, record),
+        lambda path, size: write_lines(path, size, RECORD),
         ("--prompt-column", "prompt", "--max-tokens", "16"),
         400 * _MIB,
         100,
     ),
-    "openai": _Kind(".jsonl", lambda path, size: write_lines(path, size, request), (), 400 * _MIB, 100),
+    "openai": _Kind(".jsonl", lambda path, size: write_lines(path, size, REQUEST), (), 400 * _MIB, 100),
     "parquet": _Kind(".parquet", write_one_group, ("--prompt-column", "prompt", "--max-tokens", "16"), 600 * _MIB, 0),
 }
 _LEDGER_BYTES_A_ROW = 10

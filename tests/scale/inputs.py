@@ -1,63 +1,52 @@
-"""Inputs of any size, written in one pass."""
+"""Inputs of any size, written in one pass: rows of about 417 bytes, each with an id and a prompt of its own."""
 
-from collections.abc import Callable, Iterator
-from itertools import count, islice
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from jobs.formats.jsonl import dumps
 
 _TEXT = (
     "How many of the seven books on the second shelf would be left if Ada took every other one of them home, and put "
     "back the two that she had read: first in the order of their titles, then in that of their authors' names? "
 )
-_ANSWER_LIMIT = 16
+_PROMPT = f"{_TEXT}{_TEXT[:140]}"
+RECORD = f'{{"custom_id":"row-%09d","prompt":"%d: {_PROMPT}","source":"shelf"}}\n'.encode()
+REQUEST = (
+    '{"custom_id":"row-%09d","method":"POST","url":"/v1/chat/completions","body":{"model":"stub","messages":'
+    f'[{{"role":"user","content":"%d: {_PROMPT[:-100]}"}}],"max_tokens":16}}}}\n'
+).encode()
+_SCHEMA = pa.schema([("custom_id", pa.string()), ("prompt", pa.string()), ("source", pa.string())])
 _BATCH = 10_000
 
 
-def record(number: int) -> dict[str, Any]:
-    """A row of about 417 bytes, with a custom_id of its own."""
-    return {"custom_id": f"row-{number:09}", "prompt": f"{number}: {_TEXT}{_TEXT[:140]}", "source": "shelf"}
-
-
-def request(number: int) -> dict[str, Any]:
-    """An OpenAI line of about 417 bytes."""
-    body = {
-        "model": "stub",
-        "messages": [{"role": "user", "content": f"{number}: {_TEXT}{_TEXT[:24]}"}],
-        "max_tokens": _ANSWER_LIMIT,
-    }
-    return {"custom_id": f"row-{number:09}", "method": "POST", "url": "/v1/chat/completions", "body": body}
-
-
-def write_lines(path: Path, size: int, row: Callable[[int], dict[str, Any]]) -> int:
-    """JSON lines of at least `size` bytes; returns their number."""
-    written = 0
+def write_lines(path: Path, size: int, line: bytes) -> int:
+    """At least `size` bytes of such lines; returns their number."""
+    written = rows = 0
     with path.open("wb") as file:
-        for number in count():
+        for first in count(step=_BATCH):
             if written >= size:
-                return number
-            written += file.write(dumps(row(number)) + b"\n")
-    raise AssertionError("counting has ended")
+                break
+            written += file.write(b"".join(line % (number, number) for number in range(first, first + _BATCH)))
+            rows += _BATCH
+    return rows
 
 
 def write_one_group(path: Path, size: int) -> int:
-    """Parquet of records of at least `size` bytes, all in one row group; returns their number.
+    """Parquet of records, all in one row group, of about the size that they have as lines; returns their number.
 
     Uncompressed, and without dictionaries, which would make it tiny. The writer wants a whole group at once: this takes
     its size in memory.
     """
-    rows = -(-size // len(dumps(record(0))))
-    schema = pa.schema([("custom_id", pa.string()), ("prompt", pa.string()), ("source", pa.string())])
-    table = pa.Table.from_batches(_batches(rows, schema), schema)
+    rows = size // len(RECORD % (0, 0)) // _BATCH * _BATCH + _BATCH
+    table = pa.Table.from_batches(_batches(rows), _SCHEMA)
     pq.write_table(table, path, row_group_size=rows, compression="none", use_dictionary=False)
     return rows
 
 
-def _batches(rows: int, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    numbers = iter(range(rows))
-    while some := list(islice(numbers, _BATCH)):
-        yield pa.RecordBatch.from_pylist([record(number) for number in some], schema=schema)
+def _batches(rows: int) -> Iterator[pa.RecordBatch]:
+    for first in range(0, rows, _BATCH):
+        numbers = range(first, first + _BATCH)
+        ids, prompts = [f"row-{number:09}" for number in numbers], [f"{number}: {_PROMPT}" for number in numbers]
+        yield pa.record_batch([ids, prompts, ["shelf"] * _BATCH], schema=_SCHEMA)
