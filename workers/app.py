@@ -16,7 +16,7 @@ from celery import Celery, signals
 from engine.config import EngineConfig
 from engine.info import EngineInfo
 from engine.process import EngineProcess
-from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, WORK, Tokens, make_app, model_queue
+from jobs.broker import ASSEMBLE, CONTROL_QUEUE, PLAN, WORK, Tokens, make_app, model_queue, queue_key
 from jobs.connection import connect
 from jobs.control import Control
 from jobs.ledger import FairShare, Ledger
@@ -28,6 +28,7 @@ from jobs.sweeper import Sweeper
 from workers.heartbeat import Heartbeat
 from workers.host import EngineHost
 from workers.slot import SlotContext, Stopping, work
+from workers.watch import ConsumerWatch
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def serve_model(
         context.heartbeat.start()
         log.info("serving %s (%s on %s) with %d slots", served_name, info.dtype, info.device, slots)
         try:
-            return _run(app, settings, model_queue(served_name), slots, context.stopping.set)
+            return _run(app, settings, ledger, model_queue(served_name), slots, context.stopping.set)
         finally:
             context.heartbeat.stop()
     finally:
@@ -82,7 +83,7 @@ def serve_control(settings: Settings) -> int:
     sweeper = Sweeper(control.sweep_in_turn, settings.sweep_every)
     sweeper.start()
     try:
-        return _run(app, settings, CONTROL_QUEUE, _CONTROL_SLOTS, lambda: None)
+        return _run(app, settings, ledger, CONTROL_QUEUE, _CONTROL_SLOTS, lambda: None)
     finally:
         sweeper.stop()
 
@@ -153,14 +154,26 @@ class Rate:
         return round(rate, 1)
 
 
-def _run(app: Celery, settings: Settings, queue: str, slots: int, on_stop: Callable[[], None]) -> int:
-    def stop(**_: Any) -> None:
-        on_stop()
+def _run(app: Celery, settings: Settings, ledger: Ledger, queue: str, slots: int, on_stop: Callable[[], None]) -> int:
+    def end_in_time() -> None:
         # Slots answer within a step; should one not, leases and not patience are what recovers its shard.
         deadline = threading.Timer(settings.stop_grace, os._exit, [_EXIT_STUCK])
         deadline.daemon = True
         deadline.start()
 
+    def stop(**_: Any) -> None:
+        watch.stop()
+        on_stop()
+        end_in_time()
+
+    def end_deaf() -> None:
+        # Celery may not hear the signal either.
+        end_in_time()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    watch = ConsumerWatch(lambda: int(ledger.client.llen(queue_key(queue))), slots, end_deaf)
+    signals.task_prerun.connect(watch.began, weak=False)
+    signals.task_postrun.connect(watch.ended, weak=False)
     signals.worker_shutting_down.connect(stop, weak=False)
     # What is logged is set up already, and Celery would set the level of all of it to its own.
     signals.setup_logging.connect(lambda **_: None, weak=False)
@@ -175,5 +188,6 @@ def _run(app: Celery, settings: Settings, queue: str, slots: int, on_stop: Calla
         loglevel=logging.WARNING,
         quiet=True,
     )
+    watch.start()
     worker.start()
     return int(worker.exitcode or 0)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from runpy import run_module
 from typing import Any
@@ -11,6 +12,7 @@ from celery import Celery
 from kombu.transport.redis import Channel, QoS
 
 import workers.app
+import workers.watch
 from jobs import broker
 from jobs.settings import Settings
 
@@ -45,8 +47,19 @@ def stop_with_a_message_in_hand() -> None:
 
 
 def stop_consuming() -> None:
-    """The consumer never asks the broker for a message, and all else goes on."""
+    """The consumer no longer asks the broker for messages; all other threads of the process go on."""
+    _be_impatient()
     Channel._brpop_start = lambda *_, **__: None
+
+
+def hang() -> None:
+    """The consumer's thread waits for ever; all others go on."""
+    _be_impatient()
+    Channel._brpop_start = lambda *_, **__: threading.Event().wait()
+
+
+def _be_impatient() -> None:
+    workers.watch._PATIENCE_S, workers.watch._LOOK_EVERY_S = 1.0, 0.2
 
 
 def forbid_forks() -> None:
@@ -55,7 +68,7 @@ def forbid_forks() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault for fault in (redeliver_soon, stop_with_a_message_in_hand, stop_consuming, forbid_forks)
+    fault.__name__: fault for fault in (redeliver_soon, stop_with_a_message_in_hand, stop_consuming, hang, forbid_forks)
 }
 
 if __name__ == "__main__":
