@@ -6,7 +6,6 @@ no row is lost by that; a worker that is started again sees to it that the job d
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,10 @@ from redis.exceptions import RedisError
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0
-"""Longer than Celery waits at most before it connects again."""
 _LOOK_EVERY_S = 5.0
+_PATIENCE = 12
+"""Looks, not seconds: who was stopped and goes on looks once and not at all that it missed. A minute is longer than
+Celery waits at most before it connects again."""
 
 
 class ConsumerWatch:
@@ -31,7 +31,7 @@ class ConsumerWatch:
         self._on_deaf = on_deaf
         self._busy = 0
         self._lock = threading.Lock()
-        self._quiet_since = time.monotonic()
+        self._quiet_looks = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="consumer-watch", daemon=True)
 
@@ -56,9 +56,8 @@ class ConsumerWatch:
         except RedisError:
             waits = False
         with self._lock:
-            if not waits:
-                self._quiet_since = time.monotonic()
-            return time.monotonic() - self._quiet_since >= _PATIENCE_S
+            self._quiet_looks = self._quiet_looks + 1 if waits else 0
+            return self._quiet_looks > _PATIENCE
 
     def _has_free_slot(self) -> bool:
         with self._lock:
@@ -67,11 +66,11 @@ class ConsumerWatch:
     def _count(self, change: int) -> None:
         with self._lock:
             self._busy += change
-            self._quiet_since = time.monotonic()
+            self._quiet_looks = 0
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
             if self.is_deaf():
-                log.error("tokens have waited for %g s, and this worker takes none: it ends", _PATIENCE_S)
+                log.error("tokens have waited for %g s, and this worker takes none: it ends", _PATIENCE * _LOOK_EVERY_S)
                 self._on_deaf()
                 return

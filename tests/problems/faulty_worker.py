@@ -59,7 +59,7 @@ def hang() -> None:
 
 
 def _be_impatient() -> None:
-    workers.watch._PATIENCE_S, workers.watch._LOOK_EVERY_S = 1.0, 0.2
+    workers.watch._LOOK_EVERY_S = 0.1
 
 
 def forbid_forks() -> None:
