@@ -8,7 +8,7 @@ import typer
 
 from jobs.cli.client import Client, open_client
 from jobs.cli.options import Json
-from jobs.cli.show import exit_code, follow, print_errors, print_job, print_jobs, print_json
+from jobs.cli.show import exit_code, follow, print_errors, print_job, print_jobs, print_json, stderr
 from jobs.errors import EXIT_DONE, UsageError
 from jobs.follow import follow_results
 from jobs.news import News
@@ -78,6 +78,8 @@ def results(
         raise UsageError(f"The job is {view.state}: it has no output file.", hint=hint)
     form = client.ledger.spec(job).output
     _deliver(client, form, view.output_url, output, json)
+    if view.failed and not json:
+        stderr.print(f"{view.failed:,} of {view.rows:,} rows failed: `pagemill errors {job}` says why.")
 
 
 def errors(job: JobArgument, output: To = None, json: Json = False) -> None:

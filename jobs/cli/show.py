@@ -40,11 +40,10 @@ def print_json(value: object) -> None:
 def print_job(view: JobView) -> None:
     """A job with all that can be said of it."""
     table = Table.grid(padding=(0, 2))
-    color = _COLORS.get(view.state, "cyan")
     rows = "?" if view.rows is None else str(view.rows)
     facts: list[tuple[str, str]] = [
         ("job", view.id),
-        ("state", f"[{color}]{state_of(view)}[/]"),
+        ("state", _colored_state(view)),
         ("model", view.model),
         ("created", str(datetime.fromtimestamp(view.created_at))),
         ("queue", terms_of(view)),
@@ -73,8 +72,19 @@ def print_job(view: JobView) -> None:
 
 
 def state_of(view: JobView) -> str:
-    """The state in words, and whether the job is held."""
-    return f"{view.state}, paused" if view.paused else view.state
+    """The state in words, whether the job is held, and what is to be known of a result before it is used."""
+    if view.paused:
+        return f"{view.state}, paused"
+    if view.state == "completed" and view.failed:
+        return f"completed, {view.failed:,} of {view.rows:,} rows failed" if view.done else "completed, all rows failed"
+    return view.state
+
+
+def _colored_state(view: JobView) -> str:
+    color = _COLORS.get(view.state, "cyan")
+    if view.state == "completed" and view.failed:
+        color = "yellow" if view.done else "red"
+    return f"[{color}]{state_of(view)}[/]"
 
 
 def terms_of(view: JobView) -> str:
@@ -115,9 +125,15 @@ def print_jobs(views: list[JobView]) -> None:
     for view in views:
         done = f"{view.done + view.failed}/{'?' if view.rows is None else view.rows}"
         created = datetime.fromtimestamp(view.created_at).strftime("%Y-%m-%d %H:%M")
-        state = f"[{_COLORS.get(view.state, 'cyan')}]{state_of(view)}[/]"
         table.add_row(
-            view.id, state, _plain(view.model), view.tenant, str(view.priority), done, str(view.failed), created
+            view.id,
+            _colored_state(view),
+            _plain(view.model),
+            view.tenant,
+            str(view.priority),
+            done,
+            str(view.failed),
+            created,
         )
     stdout.print(table)
 

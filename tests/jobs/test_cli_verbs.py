@@ -10,7 +10,7 @@ import pytest
 
 from jobs.broker import CONTROL_QUEUE, PLAN, WORK, model_queue
 from jobs.cli.terms import deadline
-from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_USAGE, UsageError
+from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED, EXIT_USAGE, UsageError
 from jobs.ledger import Ledger
 from tests.jobs.commands import Command, commands
 from tests.jobs.ledgers import leased
@@ -118,6 +118,31 @@ def test_a_retry_says_which_rows_and_of_which_job(pagemill: Command, site: Site)
     assert (running.code, running.error["code"]) == (EXIT_USAGE, "not_retriable")
     assert running.error["hint"] == f"`pagemill watch {job}` waits for it."
     assert pagemill("retry", "nothing", "--failed", "--json").error["code"] == "no_such_job"
+
+
+# --- rows that failed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ('{"prompt": "a"}\n{"text": "b"}\n', "completed, 1 of 2 rows failed"),
+        ('{"text": "a"}\n{"text": "b"}\n', "completed, all rows failed"),
+        ('{"prompt": "a"}\n', "completed"),
+    ],
+)
+def test_a_completed_job_with_failed_rows_does_not_look_like_a_success(
+    rows: str, words: str, pagemill: Command, site: Site
+) -> None:
+    Path("in.jsonl").write_text(rows)
+    job = completed(pagemill, site)
+    for shown in (pagemill("status", job).out, pagemill("list").out, pagemill("watch", job).out):
+        assert words in shown
+        assert ("rows failed" in shown) == (words != "completed")
+    code = EXIT_DONE if words == "completed" else EXIT_ROWS_FAILED
+    assert pagemill("watch", job).code == pagemill("results", job, "--follow").code == code
+    told = pagemill("results", job).err
+    assert ("rows failed: `pagemill errors" in told) == (words != "completed")
 
 
 # --- how a job runs beside others ---------------------------------------------------------------------------------
