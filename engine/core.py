@@ -239,13 +239,17 @@ class EngineCore:
             new.index,
             token_ids,
             params,
-            seed=derive_seed(self._seed, new.index) if params.seed is None else params.seed,
+            seed=self._seed_of(new, params),
             eos_token_ids=self._eos_token_ids,
             stop_watcher=stop_watcher,
             bad_words=self._encode_bad_words(params),
             salt=new.salt,
             lora=new.lora,
         )
+
+    def _seed_of(self, new: NewRequest, params: SamplingParams) -> int:
+        given = params.seed if new.seed is None else new.seed
+        return derive_seed(self._seed, new.index) if given is None else given
 
     def _encode_bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words:

@@ -13,7 +13,8 @@ from engine.sampling.params import SamplingParams
 class NewRequest:
     """`index` is the caller's, unique among the requests in the engine. Only requests of one `salt` share KV blocks.
 
-    `lora` names an adapter: a folder in PEFT's format, or a hub id with an optional `@revision`.
+    `lora` names an adapter: a folder in PEFT's format, or a hub id with an optional `@revision`. `seed` comes before
+    that of `params`, so that requests which differ in nothing else can share those.
     """
 
     index: int
@@ -21,11 +22,12 @@ class NewRequest:
     params: SamplingParams | PoolingParams
     salt: bytes = b""
     lora: str | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    index: int
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

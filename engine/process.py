@@ -1,7 +1,7 @@
 """The engine in a process of its own, so that a fault of the device or a lack of memory kills it and not its owner.
 
-    submit() ── outbox ── writer thread ══ pipe ══► receiver thread ── inbox ──► main thread: the loop
-    futures ◄──────────── reader thread ◄══ pipe ══════════════════════════════ one report for each step
+    submit() ──── outbox ── writer thread ══ pipe ══► receiver thread ── inbox ──► main thread: the loop
+    on_outputs() ◄───────── reader thread ◄══ pipe ══════════════════════════════ one report for each step
 
 The child is a fresh interpreter, not a fork and not `multiprocessing`'s spawn: it imports the engine and nothing of its
 owner's, whatever the owner's main module is, and takes over no locks, threads or signal handlers. It ends by itself
@@ -13,10 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import count
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
 
@@ -25,9 +24,6 @@ from engine.errors import EngineDied, EngineError
 from engine.info import EngineInfo, EngineStats
 from engine.messages import Abort, NewRequest, StepReport, Stop
 from engine.outputs import EngineOutput
-from engine.pooling.params import PoolingParams
-from engine.pooling.prompts import PoolingPrompt
-from engine.sampling.params import SamplingParams
 
 # How long a child whose pipe is closed may take to be gone.
 _EXIT_GRACE_S = 5.0
@@ -36,24 +32,22 @@ _EXIT_GRACE_S = 5.0
 class EngineProcess:
     """Starts, feeds and ends one engine process. All methods may be called from any thread.
 
-    `died` is set once the process has ended, for whatever reason; by then every future has its answer or `EngineDied`.
-    An ended process is not started again: make a new one.
+    `on_outputs` is given what each step finished, on the reader thread, and must not block. `died` is set once the
+    process has ended, for whatever reason: by then `on_outputs` has had all outputs that there will be, and `death`
+    says why. An ended process is not started again: make a new one.
     """
 
     _child_main = "engine.process_main"
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_outputs: Callable[[list[EngineOutput]], None]) -> None:
         self.died = threading.Event()
+        self.death: EngineDied | None = None
         self._config = config
+        self._on_outputs = on_outputs
         self._process: subprocess.Popen[bytes] | None = None
         self._loaded: Future[EngineInfo] = Future()
         self._stats = EngineStats()
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._indices = count()
-        self._lock = threading.Lock()  # guards what follows
-        self._accepting = False
-        self._futures: dict[int, Future[EngineOutput]] = {}
-        self._index_of: dict[Future[EngineOutput], int] = {}
 
     def start(self, timeout_s: float = 600) -> EngineInfo:
         """Start the process, and return when the model is loaded.
@@ -71,7 +65,6 @@ class EngineProcess:
                 [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2
             )
         theirs.close()
-        self._accepting = True
         self._outbox.put(pickle.dumps(self._config))
         for target in (self._write, self._read):
             threading.Thread(target=target, args=(ours,), name=f"engine-{target.__name__}", daemon=True).start()
@@ -81,43 +74,25 @@ class EngineProcess:
             self.stop(timeout_s=0)
             raise EngineDied(f"The engine did not load {self._config.model!r} within {timeout_s:g} s.") from None
 
-    def submit(
-        self, prompt: PoolingPrompt, params: SamplingParams | PoolingParams, *, lora: str | None = None
-    ) -> Future[EngineOutput]:
-        """Hand over a request without waiting, and return the future of its output: a
-        `RequestOutput`, or a `PoolingOutput` for pooling parameters.
+    def submit(self, requests: Sequence[NewRequest]) -> None:
+        """Hand over requests without waiting. Each is answered by one output with its index: a `RequestOutput`, or a
+        `PoolingOutput` for pooling parameters.
 
-        A request that cannot be served gives an output with `error` set. The future raises `EngineDied` if the process
-        ends before it answers, or has ended. Callbacks of the future run on the reader thread and must not block.
+        A request that cannot be served gives an output with `error` set. None is answered after the process has ended.
         """
-        future: Future[EngineOutput] = Future()
-        # The request is on its way: `abort` ends it, `Future.cancel` does not.
-        future.set_running_or_notify_cancel()
-        index = next(self._indices)
         # Here and not in the writer, so that what cannot be pickled raises to whom it concerns.
-        message = pickle.dumps(NewRequest(index, prompt, params, lora=lora))
-        with self._lock:
-            if self._accepting:
-                self._futures[index] = future
-                self._index_of[future] = index
-                self._outbox.put(message)
-                return future
-        future.set_exception(EngineDied("The engine process is not running."))
-        return future
+        self._outbox.put(pickle.dumps(list(requests)))
 
-    def abort(self, future: Future[EngineOutput]) -> None:
-        """End a request now; its future gets what it has, with finish_reason `abort`. No effect if it has ended."""
-        with self._lock:
-            index = self._index_of.get(future)
-        if index is not None:
-            self._outbox.put(pickle.dumps(Abort(index)))
+    def abort(self, indices: Sequence[int]) -> None:
+        """End requests now; their outputs have what there is, with finish_reason `abort`. No effect on ended ones."""
+        self._outbox.put(pickle.dumps(Abort(tuple(indices))))
 
     def stats(self) -> EngineStats:
         """The engine's numbers after its last step; asks nobody."""
         return self._stats
 
     def stop(self, timeout_s: float = 5) -> None:
-        """End the process: asked to, and killed after `timeout_s`. What is in flight gets `EngineDied`. Idempotent."""
+        """End the process: asked to, and killed after `timeout_s`. What is in flight is lost. Idempotent."""
         if self._process is None:
             return
         self._outbox.put(pickle.dumps(Stop()))
@@ -153,7 +128,7 @@ class EngineProcess:
                 return
 
     def _read(self, connection: Connection) -> None:
-        """The reader thread: it ends with the child, and settles everything that is still open then."""
+        """The reader thread: it ends with the child."""
         try:
             while True:
                 self._receive(connection.recv())
@@ -169,11 +144,8 @@ class EngineProcess:
             self._loaded.set_exception(message)
         else:
             self._stats = message.stats
-            for output in message.outputs:
-                with self._lock:
-                    future = self._futures.pop(output.index)
-                    del self._index_of[future]
-                future.set_result(output)
+            if message.outputs:
+                self._on_outputs(message.outputs)
 
     def _settle(self, connection: Connection) -> None:
         assert self._process is not None
@@ -185,15 +157,9 @@ class EngineProcess:
         self._outbox.put(None)
         connection.close()
         died = f"The engine process ended {_reason(code)}"
-        with self._lock:
-            self._accepting = False
-            orphans = list(self._futures.values())
-            self._futures.clear()
-            self._index_of.clear()
         if not self._loaded.done():
             self._loaded.set_exception(EngineDied(f"{died} while it loaded {self._config.model!r}."))
-        for future in orphans:
-            future.set_exception(EngineDied(f"{died} with the request in flight."))
+        self.death = EngineDied(f"{died}.")
         self.died.set()
 
 

@@ -14,7 +14,7 @@ from engine.core import EngineCore
 from engine.errors import EngineError
 from engine.messages import Abort, NewRequest, StepReport, Stop
 
-Message = NewRequest | Abort | Stop
+Message = list[NewRequest] | Abort | Stop
 
 
 def main(file_descriptor: int, build: Callable[[EngineConfig], EngineCore] = build_engine) -> None:
@@ -63,10 +63,13 @@ def _serve(core: EngineCore, connection: Connection, inbox: SimpleQueue[Message]
         messages = _drain(inbox, wait=not core.has_unfinished)
         if any(isinstance(message, Stop) for message in messages):
             return
-        core.add_requests(message for message in messages if isinstance(message, NewRequest))
+        for message in messages:
+            if isinstance(message, list):
+                core.add_requests(message)
         for message in messages:
             if isinstance(message, Abort):
-                core.abort(message.index)
+                for index in message.indices:
+                    core.abort(index)
         if core.has_unfinished:
             connection.send(StepReport(core.step(), core.stats()))
 

@@ -1,6 +1,6 @@
 """The engine process and its keeper: it is restarted when it dies, and what was in flight is asked again.
 
-    row ── submit ──► call ──► engine process ──► answer
+    rows ── submit ─► calls ─► engine process ──► answers, a step's at a time
                        ▲             │ dies
                        └── replayed ─┘     a call that was in flight at two deaths is a suspect
 
@@ -17,14 +17,15 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
 
 from engine.config import EngineConfig
 from engine.errors import EngineDied, EngineError, RequestError
 from engine.info import EngineInfo, EngineStats
+from engine.messages import NewRequest
 from engine.outputs import EngineOutput
 from engine.process import EngineProcess
 from workers.render import EngineRequest
@@ -44,16 +45,23 @@ _STOP_POLL_S = 0.05
 class Call:
     """One request, for as long as it takes to be answered, over as many engine processes as that needs.
 
-    `began_at` is when the engine that has it now could begin with it, by the monotonic clock; None while its seats are
-    taken by requests that came before.
+    `on_answers` is given the call, with others that were answered at the same time, once `answer` is there. `began_at`
+    is when the engine that has it now could begin with it, by the monotonic clock; None while its seats are taken by
+    requests that came before. `index` is the engine's number for it, None while no engine has it.
     """
 
     request: EngineRequest
-    answer: "Future[EngineOutput]" = field(default_factory=Future)
+    on_answers: "OnAnswers"
+    answer: EngineOutput | RequestError | EngineDied | None = None
     deaths: int = 0
     began_at: float | None = None
-    inner: "Future[EngineOutput] | None" = None
+    index: int | None = None
     aborted: bool = False
+
+
+OnAnswers = Callable[[list[Call]], None]
+"""Called from a thread of the host or of the engine process's owner; must not block."""
+MakeEngine = Callable[[EngineConfig, Callable[[list[EngineOutput]], None]], EngineProcess]
 
 
 class EngineHost:
@@ -68,19 +76,19 @@ class EngineHost:
     def __init__(
         self,
         config: EngineConfig,
-        make_engine: Callable[[EngineConfig], EngineProcess] = EngineProcess,
+        make_engine: MakeEngine = EngineProcess,
         *,
         on_hopeless: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._make_engine = make_engine
         self._on_hopeless = on_hopeless
-        self._engine = make_engine(config)
+        self._engine = make_engine(config, self._answered)
         self._info: EngineInfo | None = None
-        # Reentrant: an answer that is there before its callback is added is taken by the thread that sent the call.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._up = False
-        self._in_flight: dict[Call, None] = {}
+        self._indices = count()
+        self._in_flight: dict[int, Call] = {}
         self._seated: set[Call] = set()
         self._unseated: deque[Call] = deque()
         self._held: deque[Call] = deque()
@@ -97,16 +105,15 @@ class EngineHost:
         self._keeper.start()
         return self._info
 
-    def submit(self, request: EngineRequest) -> Call:
-        """Ask the engine; `answer` of the call is set once, whatever happens to engine processes meanwhile.
-
-        It raises EngineDied only if the host is stopped first.
+    def submit(self, requests: Iterable[EngineRequest], on_answers: OnAnswers) -> list[Call]:
+        """Ask the engine, and return a call for each request. Each is answered once, whatever happens to engine
+        processes meanwhile: with EngineDied only if the host is stopped first.
         """
-        call = Call(request)
+        calls = [Call(request, on_answers) for request in requests]
         with self._lock:
-            self._held.append(call)
+            self._held.extend(calls)
             self._dispatch()
-        return call
+        return calls
 
     def abort(self, calls: list[Call]) -> None:
         """Give up on calls: nobody waits for their answers any more."""
@@ -116,9 +123,9 @@ class EngineHost:
             self._held = deque(call for call in self._held if not call.aborted)
             left = ([call for call in group if not call.aborted] for group in self._groups)
             self._groups = deque(group for group in left if group)
-            inner = [call.inner for call in calls if call in self._in_flight and call.inner is not None]
-        for future in inner:
-            self._engine.abort(future)
+            indices = [call.index for call in calls if call.index is not None]
+        if indices:
+            self._engine.abort(indices)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -136,12 +143,14 @@ class EngineHost:
             self._keeper.join(_STOP_POLL_S)
             self._engine.stop(0)
         with self._lock:
-            orphans = [*self._held, *(call for group in self._groups for call in group), *self._in_flight]
+            orphans = [*self._held, *(call for group in self._groups for call in group)]
+            orphans += self._in_flight.values()
             self._held.clear()
             self._groups.clear()
             self._in_flight.clear()
         for call in orphans:
-            call.answer.set_exception(EngineDied("The worker stops its engine."))
+            call.answer = EngineDied("The worker stops its engine.")
+        _report(orphans)
 
     def _dispatch(self) -> None:
         """Send what may be sent now. The caller holds the lock."""
@@ -151,38 +160,42 @@ class EngineHost:
         if self._groups:
             group = self._groups.popleft()
             self._on_trial = set(group)
-            for call in group:
-                self._send(call)
-            return
-        while self._held:
-            self._send(self._held.popleft())
+            self._send(group)
+        elif self._held:
+            self._send(self._held)
+            self._held.clear()
 
-    def _send(self, call: Call) -> None:
-        self._in_flight[call] = None
-        self._unseated.append(call)
+    def _send(self, calls: Iterable[Call]) -> None:
+        requests = []
+        for call in calls:
+            call.index = next(self._indices)
+            self._in_flight[call.index] = call
+            self._unseated.append(call)
+            asked = call.request
+            requests.append(NewRequest(call.index, asked.prompt, asked.params, lora=asked.lora, seed=asked.seed))
         self._seat()
-        call.inner = self._engine.submit(call.request.prompt, call.request.params, lora=call.request.lora)
-        call.inner.add_done_callback(lambda future: self._answered(call, future))
+        self._engine.submit(requests)
 
     def _seat(self) -> None:
         """Note which calls the engine can have begun with: as many as it has seats, in the order that it was asked."""
-        seats = self._info.max_num_seqs if self._info else 0
+        seats, now = self._info.max_num_seqs if self._info else 0, time.monotonic()
         while self._unseated and len(self._seated) < seats:
             call = self._unseated.popleft()
-            if call in self._in_flight:
-                call.began_at = time.monotonic()
+            if call.index is not None:
+                call.began_at = now
                 self._seated.add(call)
 
-    def _answered(self, call: Call, future: "Future[EngineOutput]") -> None:
-        if future.exception() is not None:
-            return  # the engine died; the keeper deals with all that was in flight at once
+    def _answered(self, outputs: list[EngineOutput]) -> None:
+        """What one step of the engine finished, on the thread that reads from it."""
         with self._lock:
-            self._in_flight.pop(call, None)
-            self._on_trial.discard(call)
-            self._seated.discard(call)
+            calls = [self._in_flight.pop(output.index) for output in outputs]
+            for call, output in zip(calls, outputs, strict=True):
+                call.index, call.answer = None, output
+            self._on_trial.difference_update(calls)
+            self._seated.difference_update(calls)
             self._seat()
             self._dispatch()
-        call.answer.set_result(future.result())
+        _report(calls)
 
     def _keep(self) -> None:
         """The keeper thread: waits for a death, sorts out who may have caused it, starts the next engine."""
@@ -203,7 +216,7 @@ class EngineHost:
         """Put what was in flight in line again. Whether the death told more of who causes them."""
         with self._lock:
             self._up = False
-            victims = [call for call in self._in_flight if not call.aborted]
+            victims = [call for call in self._in_flight.values() if not call.aborted]
             # An aborted call that the engine had not yet let go of may have been the one.
             alone = bool(self._on_trial) and len(self._in_flight) == 1
             self._in_flight.clear()
@@ -212,22 +225,23 @@ class EngineHost:
             self._unseated.clear()
             for call in victims:
                 call.deaths += 1
-                call.began_at = None
+                call.began_at = call.index = None
             guilty = victims[0] if alone and victims else None
             suspects = [c for c in victims if c is not guilty and c.deaths >= _SUSPECT_AFTER_DEATHS]
             self._groups.extendleft(reversed(list(_split(suspects))))
             self._held.extendleft(c for c in reversed(victims) if c.deaths < _SUSPECT_AFTER_DEATHS)
-        log.error("the engine died with %d request(s) in flight; starting it again", len(victims))
+        log.error("%s It had %d request(s) in flight; starting it again", self._engine.death, len(victims))
         if guilty is not None:
-            guilty.answer.set_exception(
-                RequestError("The engine died each time it ran this request, the last time alone.", code="engine_error")
+            guilty.answer = RequestError(
+                "The engine died each time it ran this request, the last time alone.", code="engine_error"
             )
+            _report([guilty])
         return guilty is not None or bool(suspects)
 
     def _restart(self, delay: float) -> bool:
         failures = 0
         while not self._stopping.wait(delay):
-            self._engine = self._make_engine(self._config)
+            self._engine = self._make_engine(self._config, self._answered)
             try:
                 self._engine.start()
             except EngineError as error:
@@ -251,3 +265,12 @@ def _split(suspects: list[Call]) -> Iterator[list[Call]]:
         first, last = (math.ceil(len(suspects) * n / _SPLIT_INTO) for n in (part, part + 1))
         if first < last:
             yield suspects[first:last]
+
+
+def _report(calls: Iterable[Call]) -> None:
+    """Give each caller those of the calls that are its own."""
+    by_caller: defaultdict[OnAnswers, list[Call]] = defaultdict(list)
+    for call in calls:
+        by_caller[call.on_answers].append(call)
+    for on_answers, its_calls in by_caller.items():
+        on_answers(its_calls)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from engine.outputs import CompletionOutput, EngineOutput, PoolingOutput, RequestOutput
@@ -15,6 +16,7 @@ from jobs.errors import RowError
 from jobs.pooling import Pooling
 from jobs.records import Usage
 from jobs.results import Choice, Completion, Embeddings, Outcome, TokenLogprob
+from jobs.row_fields import Kind
 from jobs.rows import Row
 from jobs.sampling import Sampling
 from jobs.sampling import StructuredOutput as WantedOutput
@@ -25,9 +27,12 @@ _COMPLETION_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
+    """What the engine is asked for. The seed is apart from the parameters, which most rows of a job share."""
+
     prompt: Prompt
     params: SamplingParams | PoolingParams
     lora: str | None = None
+    seed: int | None = None
 
 
 def requests_for(job_id: str, index: int, row: Row) -> list[EngineRequest]:
@@ -37,11 +42,18 @@ def requests_for(job_id: str, index: int, row: Row) -> list[EngineRequest]:
     """
     if isinstance(row.params, Pooling):
         params: SamplingParams | PoolingParams = _pooling_params(row.params)
+        seed = None
+    elif row.params.seed is None:
+        params = _sampling_params(row.params, row.kind)
+        # So that a shard that is run again gives the same text.
+        seed = seed_of(job_id, index)
     else:
-        params = _sampling_params(job_id, index, row, row.params)
-    return [EngineRequest(cast(Prompt, prompt), params, row.lora) for prompt in row.prompts]
+        params = _sampling_params(row.params.model_copy(update={"seed": None}), row.kind)
+        seed = row.params.seed
+    return [EngineRequest(cast(Prompt, prompt), params, row.lora, seed) for prompt in row.prompts]
 
 
+@lru_cache(maxsize=256)
 def _pooling_params(pooling: Pooling) -> PoolingParams:
     return PoolingParams(
         pooling=pooling.pooling,
@@ -51,14 +63,12 @@ def _pooling_params(pooling: Pooling) -> PoolingParams:
     )
 
 
-def _sampling_params(job_id: str, index: int, row: Row, sampling: Sampling) -> SamplingParams:
-    """A row without a seed gets one from the job and its place, so that a shard run again gives the same text."""
-    # Not by iterating over the model: that takes ten times as long, for each row.
-    given: dict[str, Any] = {name: value for name, value in vars(sampling).items() if value is not None}
+# Checking them takes longer than anything else that is done for a row.
+@lru_cache(maxsize=256)
+def _sampling_params(sampling: Sampling, kind: Kind) -> SamplingParams:
+    given: dict[str, Any] = {name: value for name, value in sampling if value is not None}
     if "max_tokens" not in given:
-        given["max_tokens"] = _COMPLETION_MAX_TOKENS if row.kind == "completion" else None
-    if "seed" not in given:
-        given["seed"] = seed_of(job_id, index)
+        given["max_tokens"] = _COMPLETION_MAX_TOKENS if kind == "completion" else None
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     if "structured_output" in given:

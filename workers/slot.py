@@ -8,9 +8,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -20,6 +20,7 @@ from uuid import uuid4
 from redis.exceptions import RedisError
 
 from engine.errors import EngineDied, RequestError
+from engine.outputs import EngineOutput
 from jobs.broker import Tokens
 from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable, StorageError
 from jobs.failpoints import failpoint
@@ -33,7 +34,7 @@ from jobs.spool import Kept, Spool
 from jobs.storage import Stores
 from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
-from workers.render import outcome_of, requests_for, row_error
+from workers.render import EngineRequest, outcome_of, requests_for, row_error
 from workers.twins import Twins
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,9 @@ log = logging.getLogger(__name__)
 _RETRY_S, _MAX_RETRY_S = 0.5, 15.0
 _REFUSAL_PATIENCE_S = 600.0
 _REST_S = 15.0
+# Rows are read and asked for some at a time: enough that a thread is woken for many, few enough that the engine's first
+# does not wait long.
+_ROWS_AT_ONCE = 64
 
 T = TypeVar("T")
 
@@ -132,8 +136,8 @@ class AskedRow:
 
     planned: PlannedRow
     row: Row
-    calls: list[Call]
-    open: int
+    calls: list[Call] = field(default_factory=list)
+    open: int = 0
 
     def began_at(self) -> float | None:
         """When the engine could begin with the first of its prompts, by the monotonic clock."""
@@ -150,9 +154,10 @@ class Attempt:
     def __init__(self, lease: Lease, context: SlotContext) -> None:
         self._lease = lease
         self._context = context
-        self._events: SimpleQueue[int | Signal] = SimpleQueue()
+        self._events: SimpleQueue[list[Call] | Signal] = SimpleQueue()
         self._ended: str | None = None
         self._asked: dict[int, AskedRow] = {}
+        self._row_of: dict[Call, AskedRow] = {}
         self._settled: dict[int, tuple[PlannedRow, Outcome | Kept]] = {}
         self._kept: dict[int, Kept] = {}
         self._next_row = lease.shard.first_row
@@ -192,75 +197,90 @@ class Attempt:
     def _answer_rows(self, spool: Spool) -> None:
         exhausted = False
         while not exhausted or self._asked:
-            while not exhausted and len(self._asked) + len(self._settled) < self._context.window:
-                self._raise_if_ended()
-                if (planned := self._persistently(self._read_row)) is None:
-                    exhausted = True
-                else:
-                    self._ask(planned)
+            # First, to make room: what is settled counts until it is written.
             self._spool_settled(spool)
+            while not exhausted and (room := self._context.window - len(self._asked) - len(self._settled)) > 0:
+                self._raise_if_ended()
+                rows = self._persistently(partial(self._read_rows, min(room, _ROWS_AT_ONCE)))
+                exhausted = not rows
+                self._ask(rows)
             if self._asked:
-                self._await_one()
+                self._await_answers()
         self._spool_settled(spool)
         if spool.rows != self._lease.shard.rows:
             raise PagemillError(
                 f"Only {spool.rows} of {self._lease.shard.rows} rows were answered.", code="short_segment"
             )
 
-    def _read_row(self) -> PlannedRow | None:
-        """The next row of the shard. After a store did not answer, the input is opened again at the same row."""
+    def _read_rows(self, count: int) -> list[PlannedRow]:
+        """The next rows of the shard, none at its end. After a store did not answer, the input is opened again at the
+        same row.
+        """
         try:
-            planned = next(self._rows, None)
+            rows = list(islice(self._rows, count))
         except ServiceUnreachable:
             self._rows = self._rows_from(self._rows_read)
             raise
-        self._rows_read += 1
-        return planned
+        self._rows_read += len(rows)
+        return rows
 
     def _rows_from(self, first: int) -> Iterator[PlannedRow]:
         return islice(shard_rows(self._lease.spec, self._context.stores, self._lease.shard), first, None)
 
-    def _ask(self, planned: PlannedRow) -> None:
-        if (kept := self._kept.get(planned.index)) is not None:
-            self._settled[planned.index] = (planned, kept)
-            return
-        if not isinstance(planned.row, Row):
-            self._settled[planned.index] = (planned, planned.row)
-            return
-        if (outcome := self._twins.answer(planned.row)) is not None:
-            self._settled[planned.index] = (planned, outcome)
-            return
-        if self._twins.wait(planned, planned.row):
-            return
-        try:
-            requests = requests_for(self._lease.spec.origin, planned.index, planned.row)
-        except RequestError as error:
-            self._settle(planned, planned.row, row_error(planned.row, error.code, str(error), error.field))
-            return
-        calls = [self._context.host.submit(request) for request in requests]
-        self._asked[planned.index] = AskedRow(planned, planned.row, calls, len(calls))
-        for call in calls:
-            call.answer.add_done_callback(lambda _: self._events.put(planned.index))
-        failpoint("row.asked")
+    def _ask(self, rows: Iterable[PlannedRow]) -> None:
+        wanted: list[tuple[AskedRow, EngineRequest]] = []
+        for planned in rows:
+            if (outcome := self._known(planned)) is not None:
+                self._settled[planned.index] = (planned, outcome)
+            elif isinstance(row := planned.row, Row) and not self._twins.wait(planned, row):
+                wanted += self._requests_for(planned, row)
+        calls = self._context.host.submit((request for _, request in wanted), self._events.put)
+        for (asked, _), call in zip(wanted, calls, strict=True):
+            asked.calls.append(call)
+            asked.open += 1
+            self._row_of[call] = asked
+        for _ in calls:
+            failpoint("row.asked")
 
-    def _await_one(self) -> None:
+    def _known(self, planned: PlannedRow) -> Outcome | Kept | None:
+        """The outcome of a row that the engine need not be asked for."""
+        if (kept := self._kept.get(planned.index)) is not None:
+            return kept
+        return self._twins.answer(planned.row) if isinstance(planned.row, Row) else planned.row
+
+    def _requests_for(self, planned: PlannedRow, row: Row) -> Iterator[tuple[AskedRow, EngineRequest]]:
+        try:
+            requests = requests_for(self._lease.spec.origin, planned.index, row)
+        except RequestError as error:
+            self._settle(planned, row, row_error(row, error.code, str(error), error.field))
+            return
+        asked = self._asked[planned.index] = AskedRow(planned, row)
+        for request in requests:
+            yield asked, request
+
+    def _await_answers(self) -> None:
+        """Wait until there are some, and take all that are there."""
         if (wait_s := self._look_at - time.monotonic()) <= 0:
             self._end_slow_rows()
             return
-        try:
+        with suppress(Empty):
             event = self._events.get(timeout=None if wait_s == math.inf else wait_s)
-        except Empty:
-            return
+            while True:
+                self._take(event)
+                event = self._events.get_nowait()
+
+    def _take(self, event: "list[Call] | Signal") -> None:
         if event == "ended":
             self._raise_if_ended()
             return
-        asked = self._asked.get(event)
-        if asked is None:
-            return  # it took too long, and this is what the engine says to that
-        asked.open -= 1
-        if not asked.open:
-            del self._asked[event]
-            self._settle(asked.planned, asked.row, self._outcome(asked))
+        for call in event:
+            asked = self._row_of.pop(call, None)
+            if asked is None:
+                continue  # it took too long, and this is what the engine says to that
+            asked.open -= 1
+            if not asked.open:
+                del self._asked[asked.planned.index]
+                self._settle(asked.planned, asked.row, self._outcome(asked))
 
     def _settle(self, planned: PlannedRow, row: Row, outcome: Outcome) -> None:
         self._settled[planned.index] = (planned, outcome)
@@ -275,23 +295,29 @@ class Attempt:
         self._look_at = now + limit
         for index, asked in list(self._asked.items()):
             began_at = asked.began_at()
-            if began_at is None or all(call.answer.done() for call in asked.calls):
+            if began_at is None or all(call.answer is not None for call in asked.calls):
                 continue
             if began_at + limit > now:
                 self._look_at = min(self._look_at, began_at + limit)
                 continue
             self._context.host.abort(asked.calls)
+            for call in asked.calls:
+                self._row_of.pop(call, None)
             del self._asked[index]
             message = f"This row took longer than {limit:g} s."
             self._settle(asked.planned, asked.row, row_error(asked.row, "row_timeout", message))
 
     def _outcome(self, asked: AskedRow) -> Outcome:
-        try:
-            return outcome_of(asked.row, [call.answer.result() for call in asked.calls])
-        except RequestError as error:
-            return row_error(asked.row, error.code, str(error), error.field)
-        except EngineDied:
-            raise ShardAbandoned("stopping") from None
+        outputs: list[EngineOutput] = []
+        for call in asked.calls:
+            match call.answer:
+                case None | EngineDied():
+                    raise ShardAbandoned("stopping")
+                case RequestError() as error:
+                    return row_error(asked.row, error.code, str(error), error.field)
+                case output:
+                    outputs.append(output)
+        return outcome_of(asked.row, outputs)
 
     def _spool_settled(self, spool: Spool) -> None:
         """Write what is settled as far as there is no gap: the segment is in row order."""

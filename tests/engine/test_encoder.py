@@ -9,9 +9,10 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from engine import LLM, ConfigError, EngineConfig, EngineProcess, ModelNotSupported, PoolingParams, TextPair
+from engine import LLM, ConfigError, EngineConfig, ModelNotSupported, PoolingParams, TextPair
 from engine.loader import ModelFileInvalid, load
 from engine.models.encoder import EncoderBatch
+from tests.engine.asking import AskingProcess
 from tests.engine.encoder_fixture import (
     ENCODERS,
     MAX_LENGTH,
@@ -245,9 +246,9 @@ def test_a_head_of_several_labels_gives_logits_and_no_score(tmp_path):
     (score,) = llm.score("a", "b")
     assert "3 labels" in score.error.message
     ids = [2, 4, 3, 5, 3]
-    process = EngineProcess(EngineConfig(str(tmp_path), num_threads=1))
+    process = AskingProcess(EngineConfig(str(tmp_path), num_threads=1))
     process.start()
-    output = process.submit(TextPair("a", "b"), PoolingParams(task="score")).result(60)
+    output = process.ask(TextPair("a", "b"), PoolingParams(task="score")).result(60)
     process.stop()
     assert output.prompt_token_ids == tuple(ids)
     np.testing.assert_allclose(output.data, reference_logits(tmp_path, ids), atol=1e-5)

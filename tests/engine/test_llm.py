@@ -4,7 +4,8 @@ from itertools import count, islice
 
 import pytest
 
-from engine import LLM, ConfigError, EngineConfig, EngineProcess, ModelNotFound, SamplingParams
+from engine import LLM, ConfigError, EngineConfig, ModelNotFound, SamplingParams
+from tests.engine.asking import AskingProcess
 from tests.engine.models_fixture import tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -119,11 +120,11 @@ def test_left_open_the_context_is_what_the_pool_holds(folder):
 
 
 def test_an_engine_process_gives_what_the_engine_here_gives(folder, llm):
-    process = EngineProcess(EngineConfig(folder, dtype="float32", num_kv_blocks=65, block_size=8, num_threads=1))
+    process = AskingProcess(EngineConfig(folder, dtype="float32", num_kv_blocks=65, block_size=8, num_threads=1))
     info = process.start()
     assert (info.dtype, info.max_model_len, info.num_kv_blocks) == ("float32", 512, 65)
     prompts = ["one", [{"role": "user", "content": "hi"}]]
-    futures = [process.submit(prompt, GREEDY) for prompt in prompts]
+    futures = [process.ask(prompt, GREEDY) for prompt in prompts]
     here = llm.generate(prompts, GREEDY)
     assert [future.result(60).outputs for future in futures] == [output.outputs for output in here]
     process.stop()
@@ -131,4 +132,4 @@ def test_an_engine_process_gives_what_the_engine_here_gives(folder, llm):
 
 def test_an_engine_process_says_that_there_is_no_model():
     with pytest.raises(ModelNotFound):
-        EngineProcess(EngineConfig("/no/such/model")).start()
+        AskingProcess(EngineConfig("/no/such/model")).start()

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from engine import LLM, EngineConfig, EngineProcess, PoolingParams, RequestError, SamplingParams, TextPair
+from engine import LLM, EngineConfig, PoolingParams, RequestError, SamplingParams, TextPair
 from engine.messages import NewRequest
 from engine.pooling.intake import PoolingIntake, PoolingModel
 from engine.pooling.pooler import Pooler, sigmoid
 from engine.pooling.rows import sum_tokens
+from tests.engine.asking import AskingProcess
 from tests.engine.encoder_fixture import sentence_transformers_files
 from tests.engine.models_fixture import tiny_llama
 from tests.engine.toy import FaultyRunner, answer, next_token, toy_core, toy_limits, toy_runner
@@ -346,11 +347,11 @@ def test_bad_rows_come_back_in_their_places_with_their_errors(llm):
 
 
 def test_an_engine_process_gives_what_the_engine_here_gives(folder, llm):
-    process = EngineProcess(EngineConfig(str(folder), num_kv_blocks=65, block_size=8, num_threads=1))
+    process = AskingProcess(EngineConfig(str(folder), num_kv_blocks=65, block_size=8, num_threads=1))
     assert process.start().tasks == ("generate", "embed")
-    futures = [process.submit(prompt, PoolingParams()) for prompt in PROMPTS]
-    bad = process.submit([10_000], PoolingParams())
-    answered = process.submit(PROMPTS[0], GREEDY)
+    futures = [process.ask(prompt, PoolingParams()) for prompt in PROMPTS]
+    bad = process.ask([10_000], PoolingParams())
+    answered = process.ask(PROMPTS[0], GREEDY)
     results = [future.result(60) for future in futures]
     np.testing.assert_allclose(vectors(results), vectors(llm.embed(PROMPTS)), atol=1e-6)
     assert bad.result(60).error.code == "invalid_request"

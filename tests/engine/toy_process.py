@@ -6,14 +6,14 @@ from engine import process_main
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ModelNotFound
-from engine.process import EngineProcess
+from tests.engine.asking import AskingProcess
 from tests.engine.toy import toy_core, toy_limits, toy_runner
 
 CRASH = [66, 66, 66]
 HANG = [77, 77, 77]
 
 
-class ToyProcess(EngineProcess):
+class ToyProcess(AskingProcess):
     _child_main = "tests.engine.toy_process"
 
 

@@ -72,10 +72,11 @@ def _serve(connection: Connection, inbox: "SimpleQueue[Any]", step_s: float) -> 
             match message:
                 case Stop():
                     return
-                case NewRequest():
-                    asked[message.index] = message
+                case list():
+                    asked.update((request.index, request) for request in message)
                 case Abort():
-                    asked.pop(message.index, None)
+                    for index in message.indices:
+                        asked.pop(index, None)
         if not asked:
             continue
         pause.wait(step_s)
@@ -105,5 +106,5 @@ def _output(request: NewRequest) -> RequestOutput:
     text = _text(request.prompt)
     if REFUSED in text:
         return RequestOutput.rejected(request.index, RequestError("The stub refuses this.", code="refused_by_stub"))
-    answer = CompletionOutput(0, answer_to(text, request.params.seed), (7, 8), "stop")
+    answer = CompletionOutput(0, answer_to(text, request.seed), (7, 8), "stop")
     return RequestOutput(request.index, (1, 2, 3), (answer,))

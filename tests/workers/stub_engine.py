@@ -1,14 +1,14 @@
 """Engines without a model: they answer by rule, in steps, and die when they are told to or are asked for poison."""
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import EngineDied, EngineError
 from engine.info import EngineInfo, EngineStats
+from engine.messages import NewRequest
 from engine.outputs import CompletionOutput, EngineOutput, RequestOutput
 
 CONFIG = EngineConfig("stub")
@@ -43,8 +43,8 @@ class Engines:
     started: threading.Condition = field(default_factory=threading.Condition)
     rules: Callable[[Any], EngineOutput] = answer_to
 
-    def __call__(self, config: EngineConfig) -> "StubEngine":
-        self.made.append(StubEngine(self))
+    def __call__(self, config: EngineConfig, on_outputs: Callable[[list[EngineOutput]], None]) -> "StubEngine":
+        self.made.append(StubEngine(self, on_outputs))
         return self.made[-1]
 
     def wait_for(self, count: int) -> None:
@@ -60,13 +60,15 @@ class Engines:
 class StubEngine:
     """The surface of EngineProcess."""
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: Engines, on_outputs: Callable[[list[EngineOutput]], None]) -> None:
         self.engines = engines
         self.died = threading.Event()
+        self.death: EngineDied | None = None
         self.pid: int | None = None
+        self._on_outputs = on_outputs
         self._accepting = True
         self._changed = threading.Condition()
-        self._in_flight: dict[Future[EngineOutput], Any] = {}
+        self._in_flight: dict[int, Any] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, timeout_s: float = 600) -> EngineInfo:
@@ -80,25 +82,19 @@ class StubEngine:
             self.engines.started.notify_all()
         return INFO
 
-    def submit(self, prompt: Any, params: Any, *, lora: str | None = None) -> Future[EngineOutput]:
-        future: Future[EngineOutput] = Future()
-        future.set_running_or_notify_cancel()
+    def submit(self, requests: Sequence[NewRequest]) -> None:
         with self._changed:
             if self._accepting:
-                self.engines.asked.append(text_of(prompt))
-                self._in_flight[future] = prompt
+                self.engines.asked += [text_of(request.prompt) for request in requests]
+                self._in_flight.update((request.index, request.prompt) for request in requests)
                 self.engines.most_in_flight = max(self.engines.most_in_flight, len(self._in_flight))
                 self._changed.notify_all()
-                return future
-        future.set_exception(EngineDied("not running"))
-        return future
 
-    def abort(self, future: Future[EngineOutput]) -> None:
+    def abort(self, indices: Sequence[int]) -> None:
         with self._changed:
-            prompt = self._in_flight.pop(future, None)
+            ended = [index for index in indices if self._in_flight.pop(index, None) is not None]
             self._changed.notify_all()
-        if prompt is not None:
-            future.set_result(RequestOutput(0, (), (CompletionOutput(0, "", (), "abort"),)))
+        self._on_outputs([RequestOutput(index, (), (CompletionOutput(0, "", (), "abort"),)) for index in ended])
 
     def stats(self) -> EngineStats:
         return EngineStats()
@@ -117,17 +113,14 @@ class StubEngine:
         if poisoned:
             self.die()
             return
-        for future, prompt in batch.items():
-            future.set_result(self.engines.rules(prompt))
+        self._on_outputs([replace(self.engines.rules(prompt), index=index) for index, prompt in batch.items()])
 
     def die(self) -> None:
         with self._changed:
-            orphans = list(self._in_flight)
             self._in_flight.clear()
             self._accepting = False
             self._changed.notify_all()
-        for future in orphans:
-            future.set_exception(EngineDied("died with the request in flight"))
+        self.death = EngineDied("The stub died.")
         self.died.set()
 
     def wait_for(self, count: int) -> None:
@@ -143,14 +136,15 @@ class StubEngine:
         with self._changed:
             assert self._changed.wait_for(lambda: not self._in_flight, 10), self._in_flight
 
-    def in_flight(self) -> list[tuple[Future[EngineOutput], Any]]:
+    def in_flight(self) -> list[tuple[int, Any]]:
+        """What was asked for, each with the index to answer it by."""
         with self._changed:
             return list(self._in_flight.items())
 
-    def answer(self, future: Future[EngineOutput], output: EngineOutput) -> None:
+    def answer(self, index: int, output: EngineOutput) -> None:
         with self._changed:
-            del self._in_flight[future]
-        future.set_result(output)
+            del self._in_flight[index]
+        self._on_outputs([replace(output, index=index)])
 
     def _run(self) -> None:
         while self._accepting:

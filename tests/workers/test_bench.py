@@ -69,7 +69,7 @@ def test_prompts_of_a_benchmark_share_no_beginning() -> None:
     from engine.config import EngineConfig
     from workers.stub_engine import StubEngine
 
-    prompts = _Prompts(StubEngine(EngineConfig("stub")).start())
+    prompts = _Prompts(StubEngine(EngineConfig("stub"), lambda outputs: None).start())
     many = prompts.some(1000, 8)
     assert len({tuple(prompt[:2]) for prompt in many}) == 1000
     assert {len(prompt) for prompt in many} == {8}

@@ -49,7 +49,7 @@ def test_a_row_s_parameters_are_the_engine_s() -> None:
     asked = request_for("job", 0, row(request(body), openai_spec()))
     assert list(asked.prompt) == [{"role": "user", "content": "Hi"}]
     params = asked.params
-    assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (5, 0.5, 0.9, 11)
+    assert (params.max_tokens, params.temperature, params.top_p, asked.seed) == (5, 0.5, 0.9, 11)
     assert params.stop_strings == ("a", "b")
 
 
@@ -67,9 +67,16 @@ def test_without_a_limit_chats_fill_the_context_and_completions_are_short() -> N
 
 
 def test_a_row_without_a_seed_has_one_of_its_own_that_stays() -> None:
-    seeds = {(job, index): request_for(job, index, CHAT).params.seed for job in ("a", "b") for index in (0, 1)}
+    seeds = {(job, index): request_for(job, index, CHAT).seed for job in ("a", "b") for index in (0, 1)}
     assert len(set(seeds.values())) == 4
-    assert seeds["a", 1] == request_for("a", 1, CHAT).params.seed
+    assert seeds["a", 1] == request_for("a", 1, CHAT).seed
+
+
+def test_rows_that_differ_in_their_seeds_share_their_parameters() -> None:
+    asked = [request_for("job", n, row(request({"temperature": 0.5, "seed": n}), openai_spec())) for n in range(2)]
+    asked.append(request_for("job", 2, row(request({"temperature": 0.5}), openai_spec())))
+    assert asked[0].params is asked[1].params is asked[2].params
+    assert len({one.seed for one in asked}) == 3
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])

@@ -83,8 +83,8 @@ def test_a_stop_is_heard_while_an_input_of_a_row_is_not_answered(bench: Bench, e
     bench.site.control.plan(spec.id)
     with at_work(bench, spec):
         engines.last.wait_for(2)
-        (future, _), _ = engines.last.in_flight()
-        engines.last.answer(future, PoolingOutput(0, (1,), np.zeros(1, np.float32)))
+        (index, _), _ = engines.last.in_flight()
+        engines.last.answer(index, PoolingOutput(0, (1,), np.zeros(1, np.float32)))
         bench.context.stopping.set()
     assert tries(bench.site, spec) == {"0": "0"}
 
@@ -96,8 +96,8 @@ def test_rows_stand_in_order_whatever_order_they_are_answered_in(
     spec = bench.site.planned(3)
     with at_work(bench, spec):
         engines.last.wait_for(3)
-        for future, prompt in reversed(engines.last.in_flight()):
-            engines.last.answer(future, answer_to(prompt))
+        for index, prompt in reversed(engines.last.in_flight()):
+            engines.last.answer(index, answer_to(prompt))
     assert [row["response"] for row in lines(bench.site, spec)] == [f"answer to question {n}" for n in range(3)]
 
 
@@ -108,8 +108,8 @@ def test_no_more_rows_than_the_window_are_in_the_engine(bench: Bench, engines: E
     with at_work(bench, spec):
         engines.last.wait_for(WINDOW)
         (_, _), *others = engines.last.in_flight()
-        for future, prompt in others:
-            engines.last.answer(future, answer_to(prompt))
+        for index, prompt in others:
+            engines.last.answer(index, answer_to(prompt))
         assert not engines.last.has(WINDOW - len(others) + 1, within_s=0.2)
         first, prompt = engines.last.in_flight()[0]
         engines.last.answer(first, answer_to(prompt))

@@ -9,6 +9,7 @@ import pytest
 
 from engine.errors import RequestError
 from engine.outputs import EngineOutput, RequestOutput
+from engine.sampling.params import SamplingParams
 from jobs.errors import PagemillError, UsageError
 from jobs.ledger import FairShare
 from jobs.output import Output
@@ -23,6 +24,7 @@ from tests.jobs.site import Site
 from tests.jobs.specs import request
 from tests.workers.conftest import WINDOW, Bench, at_work
 from tests.workers.stub_engine import INFO, Engines, answer_to, text_of
+from workers.host import Call
 from workers.render import EngineRequest
 from workers.slot import work
 
@@ -50,9 +52,9 @@ def finished(bench: Bench, spec: JobSpec) -> list[Any]:
 
 
 def answer_all_but(engines: Engines, *prompts: str) -> None:
-    for future, prompt in engines.last.in_flight():
+    for index, prompt in engines.last.in_flight():
         if text_of(prompt) not in prompts:
-            engines.last.answer(future, answer_to(prompt))
+            engines.last.answer(index, answer_to(prompt))
 
 
 # --- slow rows ----------------------------------------------------------------------------------------------------
@@ -81,9 +83,14 @@ def test_rows_that_are_fast_enough_know_no_limit(bench: Bench, engines: Engines)
     assert [row["error"] for row in finished(bench, spec)] == [None] * 8
 
 
+def ask(bench: Bench, count: int) -> list[Call]:
+    requests = [EngineRequest(str(n), SamplingParams()) for n in range(count)]
+    return bench.context.host.submit(requests, lambda calls: None)
+
+
 def test_a_row_has_all_its_time_from_when_the_engine_has_a_seat_for_it(bench: Bench, engines: Engines) -> None:
     engines.by_hand = True
-    calls = [bench.context.host.submit(EngineRequest(str(n), None)) for n in range(INFO.max_num_seqs + 2)]  # type: ignore[arg-type]
+    calls = ask(bench, INFO.max_num_seqs + 2)
     assert [call.began_at is None for call in calls] == [False] * INFO.max_num_seqs + [True, True]
     (first, prompt), *_ = engines.last.in_flight()
     engines.last.answer(first, answer_to(prompt))
@@ -92,7 +99,7 @@ def test_a_row_has_all_its_time_from_when_the_engine_has_a_seat_for_it(bench: Be
 
 def test_a_row_that_an_engine_took_to_its_grave_has_all_its_time_again(bench: Bench, engines: Engines) -> None:
     engines.by_hand = True
-    call = bench.context.host.submit(EngineRequest("a", None))  # type: ignore[arg-type]
+    (call,) = ask(bench, 1)
     before = call.began_at
     while_down: list[float | None] = []
     engines.on_start = lambda: while_down.append(call.began_at)
@@ -107,11 +114,10 @@ def test_a_row_that_an_engine_took_to_its_grave_has_all_its_time_again(bench: Be
 
 def test_a_row_that_is_given_up_before_it_had_a_seat_takes_none(bench: Bench, engines: Engines) -> None:
     engines.by_hand = True
-    host = bench.context.host
-    calls = [host.submit(EngineRequest(str(n), None)) for n in range(INFO.max_num_seqs + 1)]  # type: ignore[arg-type]
-    host.abort(calls[-1:])
+    calls = ask(bench, INFO.max_num_seqs + 1)
+    bench.context.host.abort(calls[-1:])
     engines.last.step()
-    again = [host.submit(EngineRequest(str(n), None)) for n in range(INFO.max_num_seqs)]  # type: ignore[arg-type]
+    again = ask(bench, INFO.max_num_seqs)
     assert all(call.began_at is not None for call in again)
 
 
