@@ -26,7 +26,7 @@ from jobs.settings import Settings
 from jobs.storage import Stores
 from jobs.sweeper import Sweeper
 from workers.heartbeat import Heartbeat
-from workers.host import EngineHost
+from workers.host import EngineHost, MakeEngine
 from workers.slot import SlotContext, Stopping, work
 from workers.watch import ConsumerWatch
 
@@ -44,7 +44,7 @@ def serve_model(
     *,
     served_name: str,
     slots: int | None,
-    make_engine: Callable[[EngineConfig], EngineProcess] = EngineProcess,
+    make_engine: MakeEngine = EngineProcess,
 ) -> int:
     """Run a worker for one model until it is told to stop; returns its exit code.
 
