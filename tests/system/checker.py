@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jobs.errors import ObjectNotFound
-from jobs.records import Manifest, SegmentRecord
+from jobs.records import Manifest, ResultFile, SegmentRecord
 from jobs.spec import JobSpec
 from jobs.storage import Stores
 from tests.system.history import History
@@ -31,7 +31,8 @@ def check(
     """Every row exactly once and in order, with its own answer, or with the error code that `errors` has for its index.
 
     A prompt is None where the row has none that can be read.
-    Of a job that was stopped: the rows of its committed shards so, each other row in the error file, once.
+    Of a job that was stopped: the rows of its committed shards so, each other row in the error file, once, and in the
+    file of what remains. One that was stopped before it was planned is not known to have rows, and all of it remains.
     Raises AssertionError with what is wrong; BrokenPromise came up where the history was read.
     """
     manifest = Manifest.model_validate_json(stores.read(spec.layout.manifest))
@@ -40,13 +41,17 @@ def check(
     if ending == "completed":
         assert done == list(range(len(prompts)))
     expected = dict(errors or {})
+    rows = range(len(prompts)) if _is_there(stores, spec.layout.plan) else range(0)
     assert (manifest.rows, manifest.ok, manifest.failed) == (
-        len(prompts),
+        len(rows),
         len([row for row in done if row not in expected]),
         len([row for row in done if row in expected]),
     )
     _check_output(spec, manifest, prompts, done, expected, stores)
-    _check_errors(spec, manifest, prompts, done, expected, stores)
+    failed = {index: expected[index] for index in done if index in expected}
+    failed |= {index: f"batch_{ending}" for index in rows if index not in done}
+    _check_errors(spec, manifest, prompts, failed, stores)
+    _check_remaining(manifest, [prompt for index, prompt in enumerate(prompts) if index not in done], stores)
     committed = history.commits(spec.id)
     for segment in manifest.segments:
         if segment.record.attempt != "dead":
@@ -97,27 +102,36 @@ def _check_output(
 
 
 def _check_errors(
-    spec: JobSpec,
-    manifest: Manifest,
-    prompts: Sequence[str | None],
-    done: Sequence[int],
-    errors: Mapping[int, str],
-    stores: Stores,
+    spec: JobSpec, manifest: Manifest, prompts: Sequence[str | None], failed: Mapping[int, str], stores: Stores
 ) -> None:
-    never_run = f"batch_{manifest.state}"
-    expected = dict.fromkeys(set(range(len(prompts))) - set(done), never_run)
-    expected |= {index: code for index, code in errors.items() if index in done}
-    if not expected:
+    """The error file has the rows and codes of `failed`, and is not there where there are none."""
+    if not failed:
         assert manifest.errors is None
-        try:
-            stores.head(spec.error_url)
-        except ObjectNotFound:
-            return
-        raise AssertionError("there is an error file, and no error")
-    found = _lines(stores.read(spec.error_url))
+        assert not _is_there(stores, spec.error_url), "there is an error file, and no error"
+        return
+    data = stores.read(spec.error_url)
+    found = _lines(data)
     assert [((row["record"] or {}).get("prompt"), row["error"]["code"]) for row in found] == [
-        (prompts[index], code) for index, code in sorted(expected.items())
+        (prompts[index], code) for index, code in sorted(failed.items())
     ]
+    assert manifest.errors == ResultFile(url=spec.error_url, size=len(data), lines=len(found))
+
+
+def _check_remaining(manifest: Manifest, prompts: Sequence[str | None], stores: Stores) -> None:
+    """What a job that was stopped has not done can be submitted, in the same order."""
+    if manifest.state == "completed":
+        assert manifest.remaining is None
+        return
+    assert manifest.remaining is not None
+    assert [row.get("prompt") for row in _lines(stores.read(manifest.remaining))] == list(prompts)
+
+
+def _is_there(stores: Stores, url: str) -> bool:
+    try:
+        stores.head(url)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def _lines(data: bytes) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 _KEY = re.compile(r"pm:\{([^}]+)\}:(\w+)")
 _MAY_FOLLOW: dict[str | None, set[str]] = {
@@ -19,8 +20,9 @@ _MAY_FOLLOW: dict[str | None, set[str]] = {
     "validating": {"in_progress", "finalizing", "failed", "cancelling", "completed", "cancelled", "expired"},
     # Back from `finalizing`: a committed segment vanished from storage.
     "in_progress": {"finalizing", "cancelling", "failed"},
-    "finalizing": {"finalizing", "in_progress", "completed", "expired", "failed"},
-    "cancelling": {"cancelled", "failed"},
+    "finalizing": {"in_progress", "completed", "expired", "failed"},
+    # A manifest that was there before wins.
+    "cancelling": {"cancelled", "failed", "completed", "expired"},
 }
 
 
@@ -28,19 +30,51 @@ class BrokenPromise(AssertionError):
     """The ledger did what the protocol forbids."""
 
 
-def commands(data_dir: Path) -> Iterator[list[str]]:
-    """The write commands in a Valkey's append-only files, oldest first."""
-    for path in sorted(data_dir.glob("appendonlydir/*.incr.aof"), key=lambda path: int(path.name.split(".")[-3])):
+def commands(data_dir: Path, read: dict[Path, int] | None = None) -> Iterator[list[str]]:
+    """The write commands in a Valkey's append-only files, oldest first; of a transaction all, or nothing yet.
+
+    `read` is how far each file was read before, in bytes, and moves on: with it, only what was written since comes.
+    The files must not be rewritten meanwhile.
+    """
+    read = {} if read is None else read
+    paths = data_dir.glob("appendonlydir/*.incr.aof")
+    for path in sorted(paths, key=lambda path: int(path.name.split(".")[-3])):
         with path.open("rb") as file:
-            yield from _parsed(file)
+            file.seek(read.get(path, 0))
+            while (transaction := _transaction(file)) is not None:
+                yield from transaction
+                read[path] = file.tell()
 
 
-def _parsed(file: BufferedReader) -> Iterator[list[str]]:
-    while line := file.readline():
-        if line.startswith(b"#"):  # a note of the time
-            continue
-        words = [file.read(int(file.readline()[1:]) + 2)[:-2].decode() for _ in range(int(line[1:]))]
-        yield words
+def _transaction(file: BufferedReader) -> list[list[str]] | None:
+    """The next commands that belong together; None where they are not all there."""
+    found: list[list[str]] = []
+    is_open = False
+    while (command := _command(file)) is not None:
+        match command[0].upper():
+            case "MULTI":
+                is_open = True
+            case "EXEC":
+                return found
+            case _:
+                found.append(command)
+                if not is_open:
+                    return found
+    return None
+
+
+def _command(file: BufferedReader) -> list[str] | None:
+    line = file.readline()
+    while line.startswith(b"#"):  # a note of the time
+        line = file.readline()
+    words = []
+    for _ in range(int(line[1:]) if line.endswith(b"\n") else 0):
+        size = file.readline()
+        word = file.read(int(size[1:]) + 2) if size.endswith(b"\n") else b""
+        if not word.endswith(b"\r\n"):
+            return None
+        words.append(word[:-2].decode())
+    return words or None
 
 
 @dataclass
@@ -59,14 +93,21 @@ class History:
     I1: the record of a shard is written once, and never replaced; only a segment that vanished takes it away.
     I2: it is written by the attempt that owns the shard, or taken over from storage before the job opens.
     I3: an attempt has one shard, once; a job's fence only grows.
+    I4: a job that is not stopped is `finalizing` when each of its shards has a record, and each was counted once.
     And a job's states follow each other as they may.
     """
 
     def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._read: dict[Path, int] = {}
         self._jobs: dict[str, _JobHistory] = defaultdict(_JobHistory)
         self._attempts: dict[str, tuple[str, str]] = {}
         self.emptied = 0
-        for command in commands(data_dir):
+        self.read_on()
+
+    def read_on(self) -> None:
+        """Take in what has been written since."""
+        for command in commands(self._data_dir, self._read):
             self._apply(*command)
 
     def states(self, job_id: str) -> list[str]:
@@ -92,37 +133,55 @@ class History:
         if (found := _KEY.fullmatch(key)) is None:
             return
         job_id, name = found.groups()
-        job = self._jobs[job_id]
+        values = self._jobs[job_id].hashes[name]
         match verb.upper():
             case "HSET" | "HMSET" | "HSETNX":
-                for item, value in zip(args[::2], args[1::2], strict=True):
-                    self._check(job_id, job, name, item, value, adopted=verb.upper() == "HSETNX")
-                    job.hashes[name][item] = value
+                fields = dict(zip(args[::2], args[1::2], strict=True))
+                self._check(job_id, name, fields, adopted=verb.upper() == "HSETNX")
+                values.update(fields)
+            case "HINCRBY":
+                values[args[0]] = str(int(values.get(args[0], 0)) + int(args[1]))
             case "HDEL":
                 for item in args:
-                    job.hashes[name].pop(item, None)
+                    values.pop(item, None)
 
-    def _check(self, job_id: str, job: _JobHistory, name: str, item: str, value: str, *, adopted: bool) -> None:
-        match name, item[:2]:
-            case "job", _ if item == "state":
-                before = job.hashes["job"].get("state")
-                if value not in _MAY_FOLLOW.get(before, set()):
-                    raise BrokenPromise(f"{job_id}: {before} -> {value}, after {job.states}")
-                job.states.append(value)
-            case "commit", _:
-                self._check_record(job_id, job, item, value, adopted)
-            case "own", "a:":
+    def _check(self, job_id: str, name: str, fields: dict[str, str], *, adopted: bool) -> None:
+        if name == "job" and "state" in fields:
+            self._check_state(job_id, fields)
+        elif name == "commit":
+            for shard, record in fields.items():
+                self._check_record(job_id, shard, json.loads(record), adopted=adopted)
+        elif name == "own":
+            for item, value in fields.items():
+                self._check_owner(job_id, item, value)
+
+    def _check_state(self, job_id: str, fields: dict[str, str]) -> None:
+        job = self._jobs[job_id]
+        values = job.hashes["job"]
+        before, state = values.get("state"), fields["state"]
+        if state not in _MAY_FOLLOW.get(before, set()):
+            raise BrokenPromise(f"{job_id}: {before} -> {state}, after {job.states}")
+        job.states.append(state)
+        if state == "finalizing" and "ending" not in fields:
+            total, settled, records = int(values["total"]), int(values["settled"]), len(job.hashes["commit"])
+            if not total == settled == records:
+                raise BrokenPromise(f"{job_id}: settled {settled} times with {records} records of {total} shards")
+
+    def _check_owner(self, job_id: str, item: str, value: str) -> None:
+        job = self._jobs[job_id]
+        match item[:2]:
+            case "a:":
                 if self._attempts.setdefault(item, (job_id, value)) != (job_id, value):
                     raise BrokenPromise(f"{job_id}: attempt {item} has two shards: {self._attempts[item]}, {value}")
-            case "own", "f:":
+            case "f:":
                 if int(value) <= job.fence:
                     raise BrokenPromise(f"{job_id}: the fence of shard {item} is {value}, after {job.fence}")
                 job.fence = int(value)
 
-    def _check_record(self, job_id: str, job: _JobHistory, shard: str, value: str, adopted: bool) -> None:
+    def _check_record(self, job_id: str, shard: str, record: dict[str, Any], *, adopted: bool) -> None:
+        job = self._jobs[job_id]
         if (before := job.hashes["commit"].get(shard)) is not None:
-            raise BrokenPromise(f"{job_id}: the record of shard {shard} is replaced: {before} by {value}")
-        record = json.loads(value)
+            raise BrokenPromise(f"{job_id}: the record of shard {shard} is replaced: {before} by {record}")
         if adopted:
             if job.hashes["job"].get("state") != "validating":
                 raise BrokenPromise(f"{job_id}: shard {shard} is taken over by a job that is open")
