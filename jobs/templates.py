@@ -2,62 +2,34 @@
 
 The columns are the template's variables, and `row` is the whole record. A column that is not there and a null that
 would be printed are errors of that row, not the word "None" in its prompt. Templates run in Jinja's sandbox: they
-cannot change what they are given, nor reach Python's own attributes, nor files.
+cannot change what they are given, nor reach Python's own attributes, nor files; and what one may cost has a limit.
 """
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError
 from jinja2.exceptions import SecurityError, UndefinedError
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from pydantic_core import from_json
 
 from jobs.row_fields import RowRefused
+from jobs.template_filters import FILTERS, NOT_OFFERED
+from jobs.template_limits import BUDGET, MAX_TEXT, Budget, LimitedSandbox
 
-MAX_RENDERED = 16 * 1024 * 1024
+MAX_RENDERED = MAX_TEXT
 """The most characters that a template may make of a record."""
 
-_MAX_POWER_BITS = 4096
 _COMPILED_NAME = "<template>"
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, in which a number from the data cannot ask for all memory either."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and _bits(left) * abs(right) > _MAX_POWER_BITS:
-            raise SecurityError("the result of ** would be too large")
-        if operator == "*":
-            for sequence, times in ((left, right), (right, left)):
-                if isinstance(sequence, str | list | tuple) and len(sequence) * times > MAX_RENDERED:
-                    raise SecurityError("the result of * would be too long")
-        return super().call_binop(context, operator, left, right)
-
-
-def _bits(number: Any) -> int:
-    return number.bit_length() if isinstance(number, int) else 1
-
-
-def _printed(value: Any) -> Any:
-    if value is None:
-        raise UndefinedError("a null would be printed: give it a value with default('', true)")
-    return value
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which no prompt wants.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(undefined=StrictUndefined, finalize=_printed, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = _to_json
+def _environment() -> LimitedSandbox:
+    environment = LimitedSandbox(
+        {**DEFAULT_FILTERS, **FILTERS}, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    for name in NOT_OFFERED:
+        del environment.filters[name]
     del environment.globals["lipsum"]
     return environment
 
@@ -67,7 +39,7 @@ _ENVIRONMENT = _environment()
 
 @lru_cache(maxsize=64)
 def _compiled(text: str) -> Template:
-    return _ENVIRONMENT.from_string(text)
+    return _ENVIRONMENT.from_string(_ENVIRONMENT.parsed(text))
 
 
 def check_template(text: str) -> str:
@@ -83,6 +55,7 @@ def render(text: str, name: str, record: Mapping[str, Any]) -> str:
     """What the template makes of the record. `name` is for errors. Raises RowRefused (`template_error`)."""
     parts: list[str] = []
     size = 0
+    budget = BUDGET.set(Budget())
     try:
         for part in _compiled(text).generate({**record, "row": record}):
             parts.append(part)
@@ -94,6 +67,8 @@ def render(text: str, name: str, record: Mapping[str, Any]) -> str:
         where = f"Line {line} of the {name}" if line else f"The {name}"
         why = error.message if isinstance(error, UndefinedError | SecurityError) else f"{type(error).__name__}: {error}"
         raise RowRefused("template_error", f"{where} cannot be rendered: {why}.", name) from error
+    finally:
+        BUDGET.reset(budget)
     return "".join(parts)
 
 
