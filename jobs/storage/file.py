@@ -27,6 +27,7 @@ from jobs.storage.base import (
 )
 
 _TEMPORARY = ".pagemill-tmp-"
+_READ_SIZE = 1 << 20
 
 
 def path_of(url: str) -> Path:
@@ -150,7 +151,7 @@ class FileStore:
             file.seek(start)
             left = (seen.size if end is None else min(end, seen.size)) - start
             while left > 0:
-                piece = file.read(min(chunk, left))
+                piece = file.read(min(chunk, left, _READ_SIZE))
                 if not piece or _info(url, os.fstat(file.fileno())) != seen:
                     raise PreconditionFailed(f"{url} changed while it was read.")
                 left -= len(piece)
