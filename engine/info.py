@@ -40,6 +40,7 @@ class EngineStats:
         cached_tokens: How many of those came from the prefix cache.
         generated_tokens: Tokens sampled so far.
         steps: Forward passes so far.
+        step_rows: Sequences in all of them together: over `steps`, how many ran in one.
         preemptions: How often a running sequence gave up its blocks to an older one.
         swaps: How many of the preemptions kept the blocks' contents, in host memory. The others compute them again.
         swapped_blocks_out: Blocks copied to host memory so far.
@@ -57,6 +58,7 @@ class EngineStats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    step_rows: int = 0
     preemptions: int = 0
     swaps: int = 0
     swapped_blocks_out: int = 0

@@ -46,7 +46,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of admission: the youngest stands last
         self._requests: dict[int, Request] = {}
         self._forecast = BlockForecast(config.block_size)
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._step_rows = 0
         self._preemptions = self._swaps = 0
 
     def add(self, request: Request) -> None:
@@ -238,6 +238,7 @@ class Scheduler:
                 finished.append(sequence.request)
         self._retire(finished)
         self._steps += 1
+        self._step_rows += len(plan.rows)
         return finished
 
     def _append(self, sequence: Sequence, draws: tuple[Sampled, ...]) -> None:
@@ -325,6 +326,7 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             steps=self._steps,
+            step_rows=self._step_rows,
             preemptions=self._preemptions,
             swaps=self._swaps,
             swapped_blocks_out=swap.num_blocks_out,

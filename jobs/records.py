@@ -43,11 +43,19 @@ class Part(_Frozen):
     suffix: str = ".jsonl"
 
 
+class EngineLoad(_Frozen):
+    """How full the engine was: sequences in a step in the mean, and how many it has seats for."""
+
+    rows: float
+    seats: int
+
+
 class SegmentRecord(_Frozen):
     """The commit record of a shard: which attempt's segment is its result, and what that holds.
 
     `engine` names what computed it (model, dtype), so that a result mixed from two kinds of workers shows. `failures`
-    counts the failed rows by code. The times, in Unix seconds, are the attempt's, from its lease to its last row.
+    counts the failed rows by code. The times, in Unix seconds, are the attempt's, from its lease to its last row, and
+    `load` is the engine's between them, with the rows of all shards that it had.
     """
 
     attempt: str
@@ -62,6 +70,7 @@ class SegmentRecord(_Frozen):
     failures: dict[str, int] = {}
     started_at: float | None = None
     finished_at: float | None = None
+    load: EngineLoad | None = None
 
     def objects(self, layout: JobLayout, shard: int) -> tuple[ObjectInfo | None, ObjectInfo | None]:
         """The output object and the error object, as they were when they were put; None where there are no lines."""
@@ -123,7 +132,7 @@ class DatasetPart(_Frozen):
 
 
 class DatasetManifest(_Frozen):
-    """What a folder of parts holds, written into it when all parts are there. `columns` are None for JSON lines."""
+    """What a folder of parts holds, written when all are there. `columns` are None for JSON lines of too many."""
 
     job_id: str
     format: Literal["jsonl", "parquet"]

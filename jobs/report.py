@@ -16,7 +16,7 @@ from typing import Any
 
 from jobs.errors import ObjectNotFound
 from jobs.ledger import Ledger
-from jobs.records import JobView, Manifest, SegmentRecord, Usage
+from jobs.records import EngineLoad, JobView, Manifest, SegmentRecord, Usage
 from jobs.spec import JobSpec
 from jobs.storage import Stores
 
@@ -38,8 +38,9 @@ class Work:
     """What the workers did. Times are in seconds, shares between 0 and 1.
 
     `span` is from the first shard's begin to the last one's end; `worker_seconds` is the sum over workers of the time
-    with at least one shard; `slots` is how many shards they held at once at most. `tail` is how long no further shard
-    began, and `tail_idle` the share of slot-time in it without a shard.
+    with at least one shard; `slots` is how many shards they held at once at most, and `occupancy` the share of their
+    slot-time with a shard. `tail` is how long no further shard began, and `tail_idle` the share of slot-time in it
+    without a shard. `load` is the engines' in the mean over the shards' time; None where no record has one.
     """
 
     workers: int
@@ -51,6 +52,7 @@ class Work:
     tail_idle: float
     tokens_per_second: float
     rows_per_second: float
+    load: EngineLoad | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,10 @@ class Report:
     cost: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "usage": self.usage.model_dump()}
+        work = asdict(self)["work"]
+        if self.work and self.work.load:
+            work["load"] = self.work.load.model_dump()
+        return {**asdict(self), "usage": self.usage.model_dump(), "work": work}
 
 
 def report(spec: JobSpec, ledger: Ledger, stores: Stores, gpu_hour_price: float | None = None) -> Report:
@@ -152,6 +157,22 @@ def _work(segments: Sequence[SegmentRecord]) -> Work | None:
         tail_idle=1 - sum(max(end - max(start, tail_begin), 0) for start, end in intervals) / (slots * tail),
         tokens_per_second=tokens / span,
         rows_per_second=rows / span,
+        load=_mean_load(segments),
+    )
+
+
+def _mean_load(segments: Sequence[SegmentRecord]) -> EngineLoad | None:
+    weighted = [
+        (segment.load, segment.finished_at - segment.started_at)
+        for segment in segments
+        if segment.load and segment.started_at is not None and segment.finished_at is not None
+    ]
+    total = sum(seconds for _, seconds in weighted)
+    if not total:
+        return None
+    return EngineLoad(
+        rows=sum(load.rows * seconds for load, seconds in weighted) / total,
+        seats=max(load.seats for load, _ in weighted),
     )
 
 

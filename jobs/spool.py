@@ -18,7 +18,7 @@ from jobs.formats.parquet_out import parquet_writer, write_group
 from jobs.ledger import Lease
 from jobs.output import OutputCompression
 from jobs.planner import PlannedRow
-from jobs.records import Part, SegmentRecord, Usage
+from jobs.records import EngineLoad, Part, SegmentRecord, Usage
 from jobs.results import Outcome, error_line, output_line
 from jobs.rows import Row
 from jobs.spec import JobSpec
@@ -160,7 +160,7 @@ class Spool:
         self.ok += 1
         self._usage += kept.usage
 
-    def put(self, lease: Lease, engine: str, worker: str = "") -> SegmentRecord:
+    def put(self, lease: Lease, engine: str, worker: str = "", load: EngineLoad | None = None) -> SegmentRecord:
         """Put the segment under the attempt's own keys, and return the record to commit. May be repeated.
 
         The record is put too, last: where it is, both parts are, and a ledger that was lost finds them by it.
@@ -168,7 +168,7 @@ class Spool:
         shard, fence, attempt = lease.shard.index, lease.fence, lease.attempt
         self._finished_at = self._finished_at or time.time()
         times = {"started_at": self._started_at, "finished_at": self._finished_at}
-        by = {"engine": engine, "worker": worker}
+        by = {"engine": engine, "worker": worker, "load": load}
         failpoint("segment.begun")
         record = self.put_parts(shard, fence, attempt).model_copy(update={**by, **times})
         failpoint("segment.put")

@@ -131,6 +131,11 @@ class EngineHost:
         return self._engine.stats()
 
     @property
+    def seats(self) -> int:
+        """How many sequences a step has at most; 0 before the engine has said it."""
+        return self._info.max_num_seqs if self._info else 0
+
+    @property
     def engine_pid(self) -> int | None:
         return self._engine.pid
 
@@ -178,7 +183,7 @@ class EngineHost:
 
     def _seat(self) -> None:
         """Note which calls the engine can have begun with: as many as it has seats, in the order that it was asked."""
-        seats, now = self._info.max_num_seqs if self._info else 0, time.monotonic()
+        seats, now = self.seats, time.monotonic()
         while self._unseated and len(self._seated) < seats:
             call = self._unseated.popleft()
             if call.index is not None:

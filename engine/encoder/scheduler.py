@@ -24,7 +24,7 @@ class EncoderScheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_length = max_length
         self._waiting: dict[int, Request] = {}  # by index, in order of arrival
-        self._prompt_tokens = self._steps = 0
+        self._prompt_tokens = self._steps = self._step_rows = 0
 
     def add(self, request: Request) -> None:
         """Queue a request that pools.
@@ -92,10 +92,16 @@ class EncoderScheduler:
             finished.append(request)
         self._prompt_tokens += plan.num_tokens
         self._steps += 1
+        self._step_rows += len(plan.rows)
         return finished
 
     def stats(self) -> EngineStats:
-        return EngineStats(waiting=len(self._waiting), prompt_tokens=self._prompt_tokens, steps=self._steps)
+        return EngineStats(
+            waiting=len(self._waiting),
+            prompt_tokens=self._prompt_tokens,
+            steps=self._steps,
+            step_rows=self._step_rows,
+        )
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if a request that has ended is still queued; for tests, between two steps."""

@@ -11,7 +11,7 @@ from jobs.cli.client import open_client
 from jobs.cli.inspect import JobArgument
 from jobs.cli.options import Json
 from jobs.cli.show import print_json, stdout
-from jobs.report import Report
+from jobs.report import Report, Work
 from jobs.report import report as report_of
 
 
@@ -71,7 +71,15 @@ def _costs(found: Report) -> list[tuple[str, str]]:
     costs = [
         ("speed", f"{work.tokens_per_second:,.0f} tokens/s in and out, {work.rows_per_second:,.1f} rows/s"),
         ("occupancy", f"{work.occupancy:.0%} of {work.slots} slots of {work.workers} worker(s) had a shard"),
+        *_engine(work),
         ("tail", f"{timedelta(seconds=round(work.tail))} after the last shard began, {work.tail_idle:.0%} of it idle"),
         ("GPU hours", f"{found.gpu_hours:,.3f} (workers with a shard of this job, of attempts that counted)"),
     ]
     return [*costs, ("cost", f"{found.cost:,.2f}")] if found.cost is not None else costs
+
+
+def _engine(work: Work) -> list[tuple[str, str]]:
+    if work.load is None:
+        return []
+    rows, seats = work.load.rows, work.load.seats
+    return [("engine", f"{rows:,.1f} sequences in a step in the mean, of {seats:,} seats: {rows / seats:.0%} full")]

@@ -275,6 +275,18 @@ def test_stats_count_prompts_hits_and_tokens():
     assert stats.steps >= 4
 
 
+def test_stats_say_how_many_sequences_ran_in_a_step():
+    core = text_core(toy_limits(max_num_seqs=2))
+    core.add_requests(
+        NewRequest(index, [index + 2] * 3, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        for index in range(4)
+    )
+    while core.has_unfinished:
+        core.step()
+    stats = core.stats()
+    assert (stats.steps, stats.step_rows) == (8, 16), "two and two, each with a step a token"
+
+
 def test_only_as_many_prompts_are_encoded_as_can_soon_run():
     core = text_core(toy_limits(max_num_seqs=2))
     core.add_requests(NewRequest(index, "hello", GREEDY) for index in range(50))

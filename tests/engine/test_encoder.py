@@ -107,6 +107,7 @@ def test_a_prompt_alone_gives_what_it_gives_among_others(folder):
     alone = np.concatenate([vectors(llm.embed([prompt], RAW)) for prompt in PROMPTS])
     np.testing.assert_allclose(together, alone, rtol=0, atol=1e-5)
     assert llm.stats().steps == 1 + len(PROMPTS), "the first time in one step"
+    assert llm.stats().step_rows == 2 * len(PROMPTS)
 
 
 def test_a_prompt_does_not_see_its_neighbours(bert_llm):

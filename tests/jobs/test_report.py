@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jobs.records import SegmentRecord, Usage
+from jobs.records import EngineLoad, SegmentRecord, Usage
 from jobs.report import Report, report
 from jobs.spec import JobSpec
 from tests.jobs.commands import Command, commands
@@ -47,6 +47,24 @@ def test_slots_are_what_was_held_at_once_and_the_tail_is_what_had_nothing_to_hol
     assert (work.tail, work.tail_idle) == (10, pytest.approx(2 / 3))
     assert work.rows_per_second == 16 / 20
     assert work.tokens_per_second == pytest.approx((12 * 3 + 12 * 2) / 20)
+
+
+def test_how_full_the_engine_was_is_the_mean_over_the_time_of_the_shards(site: Site, pagemill: Command) -> None:
+    plan = [("a", 0.0, 30.0, 200.0), ("a", 0.0, 10.0, 100.0)]
+    spec = site.submit(MIXED)
+    site.control.plan(spec.id)
+    assert "seats" not in pagemill("report", spec.id).out
+    for worker, start, end, rows in plan:
+        lease = site.lease(spec)
+        assert lease is not None
+        load = EngineLoad(rows=rows, seats=256)
+        times = {"worker": worker, "started_at": start, "finished_at": end, "load": load}
+        site.ledger.commit(lease, site.segment(lease).model_copy(update=times))
+    work = of(site, spec).work
+    assert work is not None
+    assert work.load == EngineLoad(rows=175.0, seats=256)
+    assert "175.0 sequences in a step in the mean, of 256 seats: 68% full" in pagemill("report", spec.id).out
+    assert pagemill("report", spec.id, "--json").json["work"]["load"] == {"rows": 175.0, "seats": 256}
 
 
 def test_a_gpu_hour_is_an_hour_of_a_worker_whatever_it_holds_at_once(site: Site) -> None:

@@ -10,20 +10,23 @@ import pytest
 from engine.errors import RequestError
 from engine.outputs import EngineOutput, RequestOutput
 from engine.sampling.params import SamplingParams
-from jobs.errors import PagemillError, UsageError
+from jobs.errors import PagemillError, RowError, UsageError
 from jobs.ledger import FairShare
 from jobs.output import Output
 from jobs.reading import json_lines
-from jobs.records import SegmentRecord
+from jobs.records import SegmentRecord, Usage
+from jobs.results import Completion
 from jobs.retry import retry_spec
+from jobs.rows import Row
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, Terms
 from jobs.submit import enter
 from tests.jobs.ledgers import key
 from tests.jobs.site import Site
-from tests.jobs.specs import request
+from tests.jobs.specs import read, record_spec, request
 from tests.workers.conftest import WINDOW, Bench, at_work
 from tests.workers.stub_engine import INFO, Engines, answer_to, text_of
+from workers import twins
 from workers.host import Call
 from workers.render import EngineRequest
 from workers.slot import work
@@ -173,6 +176,79 @@ def test_the_errors_of_identical_rows_each_name_their_own_place(bench: Bench, en
     finished(bench, spec)
     assert [error["line"] for error in bench.site.rows(spec.error_url)] == [1, 3, 4]
     assert sorted(engines.asked) == ["a", "b"]
+
+
+def test_identical_rows_of_all_shards_are_asked_once(bench: Bench, engines: Engines) -> None:
+    spec = submitted(bench.site, texts(*"abcdabcdabce"), dedupe="exact", sampling=GREEDY)
+    assert [row["response"] for row in finished(bench, spec)] == [f"answer to {name}" for name in "abcdabcdabce"]
+    assert sorted(engines.asked) == list("abcde")
+
+
+def test_a_request_that_killed_the_engine_does_not_kill_it_again(bench: Bench, engines: Engines) -> None:
+    spec = submitted(bench.site, texts(*["poison"] * 9), dedupe="exact", sampling=GREEDY)
+    codes = [row["error"] and row["error"]["code"] for row in finished(bench, spec)]
+    assert codes == ["engine_error"] * 9
+    deaths = bench.context.host.restarts
+    other = submitted(bench.site, texts("poison"), dedupe="exact", sampling=GREEDY)
+    finished(bench, other)
+    assert bench.context.host.restarts == 2 * deaths
+
+
+def test_jobs_do_not_share_outcomes(bench: Bench, engines: Engines) -> None:
+    for _ in range(2):
+        finished(bench, submitted(bench.site, texts("a", "a"), dedupe="exact", sampling=GREEDY))
+    assert engines.asked == ["a", "a"]
+
+
+def test_a_job_that_a_worker_has_left_long_ago_is_forgotten(bench: Bench) -> None:
+    specs = [submitted(bench.site, texts("a"), dedupe="exact") for _ in range(twins._JOBS_AT_ONCE + 1)]
+    kept = [bench.context.outcomes.of(spec) for spec in specs]
+    for outcomes in kept:
+        assert outcomes is not None
+        outcomes.put(b"x" * 16, Completion((), Usage()))
+    found = [outcomes and outcomes.get(b"x" * 16) for outcomes in kept]
+    assert [one is None for one in found] == [True] + [False] * twins._JOBS_AT_ONCE
+    assert bench.context.outcomes.of(specs[-1]) is kept[-1]
+
+
+def test_outcomes_beyond_the_limit_are_not_kept_and_their_rows_are_asked_again(
+    bench: Bench, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twins, "MAX_BYTES", 0)
+    spec = submitted(bench.site, texts(*"aaaabbbbaaaa"), dedupe="exact", sampling=GREEDY)
+    assert [row["response"] for row in finished(bench, spec)] == [f"answer to {name}" for name in "aaaabbbbaaaa"]
+    assert sorted(engines.asked) == list("aab")
+
+
+def test_a_file_of_outcomes_that_breaks_costs_no_row(bench: Bench, engines: Engines) -> None:
+    spec = submitted(bench.site, texts(*"aaaaaaaaaaaa"), dedupe="exact", sampling=GREEDY)
+    outcomes = bench.context.outcomes.of(spec)
+    assert outcomes is not None
+    assert outcomes._file is not None
+    outcomes._file.execute("DROP TABLE outcomes")
+    assert [row["response"] for row in finished(bench, spec)] == ["answer to a"] * 12
+    assert engines.asked == ["a"] * 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"prompt": [1, 2]}, {"prompt": [1, 3]}),
+        ({"prompt": "a", "stop": "b"}, {"prompt": "a", "stop": ["b", "c"]}),
+        ({"prompt": "a", "logit_bias": {"1": 2}}, {"prompt": "a", "logit_bias": {"2": 1}}),
+        ({"prompt": "a", "min_tokens": 1}, {"prompt": "a", "min_tokens": 2}),
+        ({"prompt": "[1, 2]"}, {"prompt": [1, 2]}),
+    ],
+)
+def test_rows_that_ask_for_something_else_have_another_digest(one: Any, other: Any) -> None:
+    spec = record_spec()
+    digests = {twins._request(as_row(read(record, spec))) for record in (one, other, {**one, "id": 7})}
+    assert len(digests) == 2
+
+
+def as_row(found: Row | RowError) -> Row:
+    assert isinstance(found, Row)
+    return found
 
 
 # --- shares -------------------------------------------------------------------------------------------------------
