@@ -12,6 +12,8 @@ from typing import Any
 from uuid import uuid4
 
 from celery import Celery, signals
+from celery.bootsteps import StartStopStep
+from celery.worker import WorkController
 
 from engine.config import EngineConfig
 from engine.info import EngineInfo
@@ -171,10 +173,20 @@ def _run(app: Celery, settings: Settings, ledger: Ledger, queue: str, slots: int
         end_in_time()
         os.kill(os.getpid(), signal.SIGTERM)
 
+    class StopSlots(StartStopStep):
+        """Tells the slots whyever Celery stops: it waits for its threads, and cannot terminate them. A cold shutdown
+        raises for that reason, and sends no signal."""
+
+        requires = ("celery.worker.components:Pool",)
+
+        def close(self, _: WorkController) -> None:
+            stop()
+
     watch = ConsumerWatch(lambda: int(ledger.client.llen(queue_key(queue))), slots, end_deaf)
     signals.task_prerun.connect(watch.began, weak=False)
     signals.task_postrun.connect(watch.ended, weak=False)
     signals.worker_shutting_down.connect(stop, weak=False)
+    app.steps["worker"].add(StopSlots)
     # What is logged is set up already, and Celery would set the level of all of it to its own.
     signals.setup_logging.connect(lambda **_: None, weak=False)
     worker = app.Worker(

@@ -87,15 +87,20 @@ def test_a_revoked_task_and_a_cancelled_job_leave_the_worker_to_the_others(fleet
     assert worker.alive
 
 
-@pytest.mark.parametrize("hard", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
-def test_a_worker_that_is_stopped_the_hard_way_loses_and_doubles_nothing(fleet: Fleet, hard: signal.Signals) -> None:
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGQUIT,)], ids=["twice", "cold"])
+def test_a_worker_that_is_stopped_the_hard_way_gives_back_what_it_holds(
+    fleet: Fleet, signals: tuple[signal.Signals, ...]
+) -> None:
     """celery#10490: a cold shutdown of a worker with threads ended in a traceback, with tasks that ran on."""
     fleet.control()
     stopped = fleet.worker(step_s=0.5)
-    job = fleet.submit(rows=24)
+    job = fleet.submit(rows=40)
     fleet.wait_for(job, lambda view: view.settled, "a shard that is done")
-    stopped.send(signal.SIGTERM)
-    stopped.send(hard)
+    for number in signals:
+        stopped.send(number)
     stopped.wait_for_death(15)
+    assert not fleet.view(job).terminal
+    assert fleet.owners(job) == {}
     fleet.worker()
     fleet.finished(job)
+    assert set(fleet.tries(job).values()) == {1}
