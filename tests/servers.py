@@ -1,6 +1,8 @@
 """Servers for tests: real processes or threads behind real sockets, on free ports, gone at the end of the block."""
 
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -152,6 +154,24 @@ class ValkeyServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def copy_data(self, folder: Path) -> None:
+        """What it has acknowledged until now, for `restart_with`."""
+        self.wait_until_written()
+        shutil.copytree(self.data_dir, folder)
+
+    def restart_with(self, data: Path | None, *, past: Path) -> None:
+        """Kill it, and start it with an older copy of its data, or with none. What it had is moved to `past`."""
+        self.wait_until_written()
+        self.kill()
+        self.data_dir.rename(past)
+        if data is not None:
+            shutil.copytree(data, self.data_dir)
+        self.start()
 
     def wait_until_written(self) -> None:
         """Until all that it acknowledged is in its append-only file: a write may wait for an `fsync` that goes on."""

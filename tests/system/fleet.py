@@ -95,6 +95,8 @@ class Fleet:
     redis_url: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
+    past: list[Path] = field(default_factory=list)
+    """Where the data is that Valkey lost: the history begins there."""
 
     @property
     def settings(self) -> Settings:
@@ -118,7 +120,12 @@ class Fleet:
     @property
     def history(self) -> History:
         self.valkey.wait_until_written()
-        return History(self.valkey.data_dir)
+        return History(self.valkey.data_dir, *self.past)
+
+    def roll_back(self, data: Path | None) -> None:
+        """Kill Valkey, and start it with a copy that `ValkeyServer.copy_data` made, or with nothing."""
+        self.past.append(self.folder / f"past-{len(self.past)}")
+        self.valkey.restart_with(data, past=self.past[-1])
 
     def env(self, failpoints: str, more: Mapping[str, str]) -> dict[str, str]:
         return {

@@ -97,12 +97,17 @@ class History:
     And a job's states follow each other as they may.
     """
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, *past: Path) -> None:
+        """`past` are the folders that the server had before and lost: what is in one begins from nothing again."""
         self._data_dir = data_dir
         self._read: dict[Path, int] = {}
         self._jobs: dict[str, _JobHistory] = defaultdict(_JobHistory)
         self._attempts: dict[str, tuple[str, str]] = {}
         self.emptied = 0
+        for folder in past:
+            for command in commands(folder):
+                self._apply(*command)
+            self._forget()
         self.read_on()
 
     def read_on(self) -> None:
@@ -118,12 +123,15 @@ class History:
         """The attempts whose records were written, by shard, in order."""
         return {int(shard): attempts for shard, attempts in self._jobs[job_id].commits.items()}
 
+    def _forget(self) -> None:
+        self.emptied += 1
+        for job in self._jobs.values():
+            job.hashes.clear()
+            job.fence = 0
+
     def _apply(self, verb: str, key: str = "", *args: str) -> None:
         if verb.upper() in ("FLUSHALL", "FLUSHDB"):
-            self.emptied += 1
-            for job in self._jobs.values():
-                job.hashes.clear()
-                job.fence = 0
+            self._forget()
             return
         if verb.upper() in ("DEL", "UNLINK"):
             for name in (key, *args):
