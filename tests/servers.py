@@ -189,10 +189,10 @@ class ValkeyServer:
 
 
 @contextmanager
-def valkey(folder: Path) -> Iterator[ValkeyServer]:
+def valkey(folder: Path, *options: str) -> Iterator[ValkeyServer]:
     """A Valkey on a private UNIX socket, its append-only file in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = ValkeyServer(folder)
+    server = ValkeyServer(folder, *options)
     server.start()
     try:
         yield server

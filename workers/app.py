@@ -27,6 +27,7 @@ from jobs.retry import KeptAnswers
 from jobs.settings import Settings
 from jobs.storage import Stores
 from jobs.sweeper import Sweeper
+from workers.consumer import LastingConsumer
 from workers.heartbeat import Heartbeat
 from workers.host import EngineHost, MakeEngine
 from workers.slot import SlotContext, Stopping, work
@@ -192,6 +193,7 @@ def _run(app: Celery, settings: Settings, ledger: Ledger, queue: str, slots: int
     worker = app.Worker(
         hostname=f"{queue}-{os.getpid()}@{socket.gethostname()}",
         pool_cls="threads",
+        consumer_cls=LastingConsumer,
         concurrency=slots,
         queues=[queue],
         without_gossip=True,
