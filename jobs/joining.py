@@ -5,7 +5,7 @@
     folder     | part-00000 |    part-00001      | 2 |      small ones together, up to about 128 MiB
 
 JSON lines are joined by the store where it can; Parquet is decoded and written again, but for a part that is one
-segment. In a folder `_manifest.json` is written last, and says what the parts are.
+segment. In a folder `_manifest.json` is written last, and says what the parts are; before it `.huggingface.yaml`.
 """
 
 import hashlib
@@ -18,12 +18,14 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from jobs.errors import ObjectNotFound
+from jobs.formats.dataset_card import DATASET_CARD, dataset_card
+from jobs.formats.json_columns import is_json_text
 from jobs.formats.parquet_out import Sink, join
 from jobs.output import EMPTY, Output
 from jobs.records import Column, DatasetManifest, DatasetPart, Part, ResultFile, SegmentRecord, Usage
 from jobs.spec import JobSpec
 from jobs.storage import ObjectInfo, Stores
-from jobs.table import output_schema, result_schema
+from jobs.table import json_columns, output_schema, result_schema
 
 PART_BYTES = 128 * 1024 * 1024
 
@@ -57,12 +59,14 @@ def join_output(
         if info is not None and record.output is not None:
             found.append(_Segment(info, record.output))
     lines = sum(segment.part.lines for segment in found)
-    joiner = _Joiner(spec, stores, _schema(spec, stores, found), on_progress)
+    table = _table_columns(spec, stores, found) if spec.output.format == "parquet" else None
+    joiner = _Joiner(spec, stores, table, on_progress)
     if not spec.output.folder:
         return ResultFile(url=spec.output_url, size=joiner.write(found, spec.output_url).size, lines=lines)
     parts = tuple(joiner.parts(found))
     _remove_others(stores, spec.output, spec.output_url, parts)
     size = sum(part.bytes for part in parts)
+    columns = table or json_columns(spec, stores)
     dataset = DatasetManifest(
         job_id=spec.id,
         format=spec.output.format,
@@ -71,23 +75,28 @@ def join_output(
         ok=sum(record.ok for record in segments.values()),
         failed=sum(record.failed for record in segments.values()),
         usage=sum((record.usage for record in segments.values()), Usage()),
-        columns=joiner.columns(),
+        columns=columns and tuple(_column(spec.output, field) for field in columns),
         parts=parts,
     )
+    card = dataset_card(f"part-*{spec.output.suffix}", None if table else columns)
+    stores.put(spec.output_url + DATASET_CARD, card)
     stores.put(spec.output_url + _MANIFEST, dataset.model_dump_json(by_alias=True, indent=2).encode())
     return ResultFile(url=spec.output_url, size=size, lines=lines)
 
 
-def _schema(spec: JobSpec, stores: Stores, segments: list[_Segment]) -> pa.Schema | None:
+def _table_columns(spec: JobSpec, stores: Stores, segments: list[_Segment]) -> pa.Schema:
     """The columns of a Parquet output: of a job that ended before it was planned, those that are its own."""
-    if spec.output.format != "parquet":
-        return None
     try:
         return output_schema(spec, stores)
     except ObjectNotFound:
         if segments:
             raise
         return result_schema(spec)
+
+
+def _column(output: Output, field: pa.Field) -> Column:
+    is_json = output.format == "jsonl" and is_json_text(field)
+    return Column(name=field.name, type="json" if is_json else str(field.type))
 
 
 def _remove_others(stores: Stores, output: Output, folder: str, parts: tuple[DatasetPart, ...]) -> None:
@@ -107,12 +116,6 @@ class _Joiner:
         self._stores = stores
         self._on_progress = on_progress
         self._schema = schema
-
-    def columns(self) -> tuple[Column, ...] | None:
-        """Those of a Parquet output; JSON lines have none that are fixed."""
-        if self._schema is None:
-            return None
-        return tuple(Column(name=field.name, type=str(field.type)) for field in self._schema)
 
     def parts(self, segments: list[_Segment]) -> Iterator[DatasetPart]:
         """Write the parts of the folder. There is one at least, so that readers find the columns of no rows."""

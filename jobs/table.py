@@ -13,8 +13,9 @@ from typing import Any
 import pyarrow as pa
 from pydantic_core import from_json
 
-from jobs.errors import RowError
-from jobs.formats.json_columns import JsonColumns, column_of, encoder_of, without_surrogates
+from jobs.errors import ObjectNotFound, PagemillError, RowError
+from jobs.formats.json_columns import JsonColumns, column_of, encoder_of, json_text_field, without_surrogates
+from jobs.formats.json_values import json_field
 from jobs.formats.jsonl import Line, dumps
 from jobs.parquet_rows import columns_passed_on
 from jobs.results import (
@@ -41,6 +42,13 @@ _BATCH_LINE = pa.schema(
         ("custom_id", pa.string()),
         ("response", pa.struct([("status_code", pa.int32()), ("request_id", pa.string()), ("body", pa.string())])),
         ("error", pa.struct([("code", pa.string()), ("message", pa.string())])),
+    ]
+)
+_JSON_BATCH_LINE = pa.schema(
+    [
+        *(_BATCH_LINE.field(name) for name in ("id", "custom_id")),
+        ("response", pa.struct([*_BATCH_LINE.field("response").type.fields[:2], json_text_field("body")])),
+        _BATCH_LINE.field("error"),
     ]
 )
 _TOKEN_BYTES = 64
@@ -88,9 +96,21 @@ def answers_in(spec: JobSpec, batch: pa.RecordBatch) -> Iterator[dict[str, Any]]
         yield answer
 
 
+def json_columns(spec: JobSpec, stores: Store) -> pa.Schema | None:
+    """The columns that readers find in a folder of JSON lines; None where there are too many, or no plan yet."""
+    if not isinstance(spec.rows, RecordRows):
+        return _JSON_BATCH_LINE
+    try:
+        columns = output_schema(spec, stores)
+    except ObjectNotFound:
+        return None
+    return pa.schema([json_field(field) for field in columns]) if spec.input.format == "parquet" else columns
+
+
 def schema_finder(spec: JobSpec) -> "SchemaFinder | None":
-    """What finds the columns of a job's output; None where nothing has to be found, because the input has its own."""
-    return SchemaFinder(spec) if spec.output.format == "parquet" and spec.input.format != "parquet" else None
+    """What finds the columns of a job's output; None where it has none, or they are the input's own."""
+    has_columns = spec.output.format == "parquet" or spec.output.folder
+    return SchemaFinder(spec) if has_columns and spec.input.format != "parquet" else None
 
 
 class SchemaFinder:
@@ -98,15 +118,23 @@ class SchemaFinder:
 
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
-        self._columns = JsonColumns()
+        self._columns: JsonColumns | None = JsonColumns()
 
     def add(self, line: Line, row: Row | RowError) -> None:
-        """Raises PagemillError (`too_many_columns`)."""
-        if isinstance(self._spec.rows, RecordRows) and (record := _passed_on(line, row)) is not None:
-            self._columns.add(record)
+        """Raises PagemillError (`too_many_columns`) where the output is Parquet; JSON lines can do without."""
+        if self._columns is None or not isinstance(self._spec.rows, RecordRows):
+            return
+        if (record := _passed_on(line, row)) is not None:
+            try:
+                self._columns.add(record)
+            except PagemillError:
+                if self._spec.output.format == "parquet":
+                    raise
+                self._columns = None
 
-    def schema(self) -> pa.Schema:
-        return _with_results(self._spec, self._columns.schema())
+    def schema(self) -> pa.Schema | None:
+        """None where there are too many."""
+        return None if self._columns is None else _with_results(self._spec, self._columns.schema())
 
 
 class OutputTable:

@@ -120,12 +120,22 @@ def _field(name: str, seen: _Seen) -> pa.Field:
     # Parquet has no structs without fields.
     if seen.kinds == _OBJECT and seen.fields:
         return pa.field(name, pa.struct([_field(key, field) for key, field in seen.fields.items()]))
+    return json_text_field(name)
+
+
+def json_text_field(name: str) -> pa.Field:
+    """A column of JSON text."""
     return pa.field(name, pa.string(), metadata=_JSON_TEXT)
+
+
+def is_json_text(field: pa.Field) -> bool:
+    """Whether the strings of a column, or of an item or a field in one, are JSON text."""
+    return field.metadata is not None and field.metadata.get(b"pagemill") == b"json"
 
 
 def encoder_of(field: pa.Field) -> Encoder | None:
     """What makes a JSON value one that Arrow takes for this field; None where it takes them as they are."""
-    if field.metadata is not None and field.metadata.get(b"pagemill") == b"json":
+    if is_json_text(field):
         return lambda value: None if value is None else _json_text(value)
     if pa.types.is_list(field.type):
         of_item = encoder_of(field.type.value_field)

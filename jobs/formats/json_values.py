@@ -40,6 +40,31 @@ def json_rows(batch: pa.RecordBatch) -> Iterator[bytes]:
             yield to_json(["invalid_value", str(error)])
 
 
+def json_field(field: pa.Field) -> pa.Field:
+    """The column that readers of those lines find for one of a table."""
+    return pa.field(field.name, _json_type(field.type))
+
+
+def _json_type(kind: pa.DataType) -> pa.DataType:
+    if kinds.is_dictionary(kind) or kinds.is_run_end_encoded(kind):
+        return _json_type(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return _json_type(kind.storage_type)
+    if kinds.is_struct(kind):
+        return pa.struct([json_field(field) for field in kind])
+    if kinds.is_map(kind):
+        return pa.list_(pa.struct([("key", _json_type(kind.key_type)), ("value", _json_type(kind.item_type))]))
+    if kinds.is_interval(kind):
+        return pa.list_(pa.int64())
+    if kinds.is_nested(kind):
+        return pa.list_(_json_type(kind.value_type))
+    if kinds.is_duration(kind):
+        return pa.int64()
+    if kinds.is_boolean(kind) or kinds.is_integer(kind) or kinds.is_floating(kind):
+        return kind
+    return pa.string()
+
+
 class _Unwritable(Exception):
     """A value of a column that JSON cannot hold."""
 

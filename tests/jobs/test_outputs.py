@@ -5,10 +5,12 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import datasets
 import duckdb
 import pandas as pd
 import pyarrow as pa
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 from jobs import joining
 from jobs.assemble import assemble
 from jobs.errors import RowError
+from jobs.formats import json_columns
 from jobs.layout import absolute_url
 from jobs.output import errors_beside, output_of
 from jobs.planner import PlannedRow, shard_rows
@@ -102,6 +105,13 @@ def by_pandas(spec: JobSpec) -> list[dict[str, Any]]:
     ]
 
 
+def by_datasets(folder: Path, cache: Path) -> list[dict[str, Any]]:
+    """What Hugging Face's library makes of a folder as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        return list(datasets.load_dataset(str(folder), cache_dir=str(cache))["train"])
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("read", [by_pyarrow, by_duckdb, by_pandas])
 def test_each_form_of_output_is_read_by_others_as_what_was_written(
@@ -118,6 +128,99 @@ def test_each_form_of_output_is_read_by_others_as_what_was_written(
     assert all(type(row["response"]) is not str for row in failed)
     assert [row["usage"]["completion_tokens"] for row in rows if row["n"] % 5] == [2] * 8
     assert [row["line"] for row in site.rows(spec.error_url)] == [1, 6]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name.endswith("/")])
+def test_a_folder_is_a_dataset_to_hugging_faces_library_whatever_its_first_part_lacks(
+    name: str, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "PART_BYTES", 1)
+    data: list[dict[str, Any]] = [{"prompt": f"question {n}", "n": n, "tags": None} for n in range(12)]
+    data[8] |= {"tags": ["x"], "deep": {"a": 1.5, "b": [{"c": 1}]}, "mixed": 1}
+    data[9] |= {"mixed": {"a": ["text"]}}
+    data[10] = {"text": "no prompt", "n": 10}
+    spec = done(site, data, **output_at(tmp_path, name))
+    assert len(files_of(spec)) == 3
+    rows = by_datasets(tmp_path / name, tmp_path / "cache")
+    assert [row["n"] for row in rows] == list(range(12))
+    assert [row["response"] for row in rows] == [f"answer {n}" if n != 10 else None for n in range(12)]
+    assert (rows[0]["tags"], rows[8]["tags"], rows[8]["deep"]) == (None, ["x"], {"a": 1.5, "b": [{"c": 1}]})
+    assert (rows[10]["text"], rows[10]["error"]["code"]) == ("no prompt", "missing_required_parameter")
+    text = name == "parquet/"
+    assert (rows[8]["mixed"], rows[9]["mixed"]) == (("1", '{"a":["text"]}') if text else (1, {"a": ["text"]}))
+    schema = {
+        column["name"]: column["type"]
+        for column in json.loads((tmp_path / name / "_manifest.json").read_bytes())["schema"]
+    }
+    assert (schema["n"], schema["tags"], schema["mixed"]) == (
+        "int64",
+        "list<element: string>",
+        "string" if text else "json",
+    )
+
+
+@pytest.mark.parametrize("name", ["jsonl/", "parquet/"])
+def test_a_folder_of_openai_lines_is_a_dataset_too(name: str, site: Site, tmp_path: Path) -> None:
+    data = [batch_line(custom_id=str(n)) for n in range(6)]
+    done(site, data, rows=OpenAIRows(), **output_at(tmp_path, name))
+    rows = by_datasets(tmp_path / name, tmp_path / "cache")
+    assert [row["custom_id"] for row in rows] == list("012345")
+    body = rows[5]["response"]["body"]
+    answer = json.loads(body) if name == "parquet/" else body
+    assert answer["choices"][0]["message"]["content"] == "answer 5"
+
+
+def test_a_table_written_as_a_folder_of_json_lines_has_the_columns_that_json_has(site: Site, tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "prompt": [f"question {n}" for n in range(6)],
+            "when": pa.array([None] * 5 + [0], pa.timestamp("s", "UTC")),
+            "price": pa.array([None] * 5 + [Decimal("1.50")], pa.decimal128(9, 2)),
+            "data": pa.array([None] * 5 + [b"x"], pa.binary()),
+            "kind": pa.array([None] * 5 + ["red"]).dictionary_encode(),
+            "counts": pa.array([None] * 5 + [[("k", 7)]], pa.map_(pa.string(), pa.int8())),
+            "took": pa.array([None] * 5 + [5], pa.duration("ms")),
+            "nothing": pa.nulls(6),
+        }
+    )
+    pq.write_table(table, tmp_path / "in.parquet")
+    spec = prepare(
+        str(tmp_path / "in.parquet"),
+        model="tiny",
+        stores=site.stores,
+        settings=site.settings,
+        rows=RecordRows(prompt_column="prompt"),
+        output=f"{tmp_path}/out/",
+    )
+    enter(spec, site.ledger, site.stores, site.tokens)
+    site.control.plan(spec.id)
+    site.work(spec)
+    site.control.assemble(spec.id)
+    *_, last = by_datasets(tmp_path / "out", tmp_path / "cache")
+    assert (last["when"], last["price"], last["data"]) == ("1970-01-01T00:00:00.000Z", "1.50", "eA==")
+    assert (last["kind"], last["counts"], last["took"]) == ("red", [{"key": "k", "value": 7}], 5)
+    assert (last["nothing"], last["response"]) == (None, "answer 5")
+
+
+def test_a_folder_of_lines_with_more_columns_than_can_be_named_is_written_all_the_same(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_columns, "MAX_COLUMNS", 5)
+    spec = done(site, [{"prompt": "x", f"c{n}": n} for n in range(10)], **output_at(tmp_path, "jsonl/"))
+    assert len(by_duckdb(spec)) == 10
+    assert json.loads((tmp_path / "jsonl" / "_manifest.json").read_bytes())["schema"] is None
+    assert "features" not in (tmp_path / "jsonl" / ".huggingface.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name.endswith("/")])
+def test_readers_of_whole_folders_pass_over_what_is_no_part(name: str, site: Site, tmp_path: Path) -> None:
+    """By the rule of Spark, Hive and Arrow: names that begin with a dot or an underscore are not data."""
+    spec = done(site, MIXED, **output_at(tmp_path, name))
+    others = {path.name for path in (tmp_path / name).iterdir()} - {Path(file).name for file in files_of(spec)}
+    assert others == {"_manifest.json", ".huggingface.yaml"}
+    if spec.output.compression != "zstd":
+        found = pa.dataset.dataset(str(tmp_path / name), format="json" if spec.output.format == "jsonl" else "parquet")
+        assert found.count_rows() == 10
 
 
 def table_of(site: Site, spec: JobSpec) -> pa.Table:
@@ -299,7 +402,7 @@ def test_an_assembly_that_is_repeated_writes_the_same_bytes(
             any_site.control.assemble(spec.id)
     first = snapshot(any_site, spec.output_url)
     assert len(any_site.ledger.records(spec.id)) == 5
-    assert len(first) == (len(["0 1", "2 3", "4", "manifest"]) if spec.output.folder else 1)
+    assert len(first) == (len(["0 1", "2 3", "4", "manifest", "card"]) if spec.output.folder else 1)
     any_site.stores.delete(first)
     any_site.control.assemble(spec.id)
     assert any_site.ledger.state(spec.id) == "completed"
