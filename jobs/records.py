@@ -116,7 +116,7 @@ class ResultFile(_Frozen):
 
 
 class Column(_Frozen):
-    """A column of a Parquet output, with its Arrow type."""
+    """A column of an output, with its Arrow type; "json" where lines hold values of several types."""
 
     name: str
     type: str
