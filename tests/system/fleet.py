@@ -66,10 +66,13 @@ class Process:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} lives on: {self.log.read_text()}") from None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it is by the kernel's word, as by a failpoint that stops it."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
     def wait_until_stopped(self) -> None:
-        """Until the kernel says that it is, as by a failpoint that stops it."""
-        stat = Path(f"/proc/{self.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", END_S, f"a stopped {self.name}")
+        wait_until(lambda: self.stopped, END_S, f"a stopped {self.name}")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ import sys
 from typing import Any
 
 from kombu.transport.redis import QoS
+from redis.exceptions import RedisError
 
 from jobs.cli.logs import log_to_stderr
+from jobs.errors import EXIT_UNREACHABLE, ServiceUnreachable
 from jobs.settings import settings
 from tests.system.stub_engine import StubProcess, stub_config
 from workers.app import serve_model
@@ -28,4 +30,7 @@ if __name__ == "__main__":
     if os.environ.get(DIES_WITH_TOKEN):
         QoS.append = _die
     slots = int(os.environ[SLOTS])
-    sys.exit(serve_model(settings(), stub_config(), served_name=MODEL, slots=slots, make_engine=StubProcess))
+    try:
+        sys.exit(serve_model(settings(), stub_config(), served_name=MODEL, slots=slots, make_engine=StubProcess))
+    except (ServiceUnreachable, RedisError):
+        sys.exit(EXIT_UNREACHABLE)

@@ -331,3 +331,5 @@ def test_11_valkey_is_killed_and_comes_back(down_s: float, fleet: Fleet) -> None
     assert before == {shard: [committed[shard]] for shard in before}
     again = {shard for shard, tries in fleet.tries(job).items() if tries > 1}
     assert again <= in_work
+    fleet.finished(fleet.submit(12))
+    assert all(process.alive for process in processes)

@@ -14,7 +14,8 @@ from workers.consumer import LastingConsumer
 
 @contextmanager
 def cut_off(valkey: ValkeyServer, kind: type[Consumer]) -> Iterator[Consumer]:
-    """A consumer with a token that is not acknowledged, which waits for the next when its broker is gone."""
+    """A consumer with a token that is not acknowledged, which waits for the next one, and for remote commands, when its
+    broker is gone."""
     with tcp_proxy(valkey.url.partition("?")[0]) as proxy:
         app = make_app(valkey.settings(redis_url=proxy.redis_url))
         Tokens(app).work("a", 1)
@@ -24,6 +25,7 @@ def cut_off(valkey: ValkeyServer, kind: type[Consumer]) -> Iterator[Consumer]:
         tasks.consume()
         connection.drain_events(timeout=10)
         assert tasks.channel.qos._delivered
+        app.control.mailbox.Node("worker@here", channel=connection.channel()).listen(callback=lambda *_: None)
         tasks.channel._brpop_start()
         # Nothing else of a consumer has a part in this.
         app.conf.worker_enable_prefetch_count_reduction = False
