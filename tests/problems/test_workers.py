@@ -2,16 +2,22 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jobs.broker import make_app, queue_key
-from jobs.spec import Terms
+from jobs.control import Control
+from jobs.records import DeadShard
+from jobs.recover import lost_jobs, recover
+from jobs.spec import JobSpec, Terms
+from jobs.submit import enter
 from tests.problems.conftest import faulty
 from tests.problems.faulty_worker import IN_A_FORK, forbid_forks, hang, stop_consuming
 from tests.system.fleet import END_S, Fleet
@@ -50,8 +56,7 @@ def test_an_engine_is_no_fork_of_its_worker(fleet: Fleet) -> None:
     assert (view.pid, [view.engine_pid]) == (worker.pid, children)
     os.kill(view.engine_pid, signal.SIGKILL)
     fleet.finished(fleet.submit(rows=8))
-    (again,) = fleet.ledger.workers()
-    assert again.engine_restarts == 1
+    wait_until(lambda: fleet.ledger.workers()[0].engine_restarts == 1, END_S, "the word of another engine")
 
 
 def test_a_forked_child_of_that_worker_would_be_of_no_use() -> None:
@@ -104,3 +109,47 @@ def test_a_worker_that_is_stopped_the_hard_way_gives_back_what_it_holds(
     fleet.worker()
     fleet.finished(job)
     assert set(fleet.tries(job).values()) == {1}
+
+
+def test_a_shard_that_kills_every_worker_is_given_up_after_so_many_tries(fleet: Fleet) -> None:
+    """celery#8610, secator PR#1296: the kernel killed each worker that took a task, the task was handed out again, and
+    nothing counted how often. A worker that is killed reports nothing, so the lease counts."""
+    fleet.control()
+    job = fleet.prepare(rows=4)
+    job = replace(job, spec=job.spec.model_copy(update={"max_tries": 2}))
+    enter(job.spec, fleet.ledger, fleet.stores, fleet.tokens)
+    for _ in range(2):
+        assert fleet.worker("row.asked:kill").wait_for_death() == -signal.SIGKILL
+    fleet.worker("row.asked:kill@9")
+    manifest = fleet.finished(job, errors=dict.fromkeys(range(4), "engine_error"))
+    assert (manifest.ok, manifest.failed) == (0, 4)
+    (record,) = fleet.ledger.records(job.id).values()
+    assert isinstance(record, DeadShard)
+    assert record.tries == 2
+    fleet.finished(fleet.submit(rows=4))
+
+
+def test_a_job_goes_on_elsewhere_after_its_machine_is_lost(fleet: Fleet) -> None:
+    """llm-d-batch-gateway#645, datatrove#316: the node with the processor and its queue went away, and what it had
+    done went with it. The storage is all that is left here."""
+    lost = [fleet.control(), fleet.worker(step_s=0.5)]
+    job = fleet.submit(rows=40)
+    fleet.wait_for(job, lambda view: view.settled >= 2, "shards that are done")
+    for process in lost:
+        process.kill()
+    kept = fleet.ledger.records(job.id)
+    fleet.valkey.kill()
+    shutil.rmtree(fleet.valkey.data_dir)
+    fleet.valkey.start()
+    assert fleet.ledger.job_ids(None) == []
+    (found,) = lost_jobs(fleet.settings.storage_url, fleet.ledger, fleet.stores)
+    assert isinstance(found, JobSpec)
+    control = Control(fleet.ledger, fleet.stores, fleet.tokens, fleet.settings)
+    view = recover(found, fleet.ledger, fleet.stores, fleet.tokens, control)
+    assert (view.id, view.state, view.settled >= len(kept) >= 2) == (job.id, "in_progress", True)
+    fleet.control()
+    fleet.worker()
+    manifest = fleet.finished(job)
+    records = {segment.shard: segment.record for segment in manifest.segments}
+    assert {shard: records[shard] for shard in kept} == kept
+    assert not fleet.tries(job).keys() & kept.keys()
