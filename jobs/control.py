@@ -16,7 +16,15 @@ from redis.lock import Lock
 from jobs.assemble import assemble
 from jobs.attempts import left_in_storage
 from jobs.broker import CONTROL_QUEUE, PLAN, Tokens, model_queue, queue_key
-from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, RowError, ServiceUnreachable, StorageError
+from jobs.errors import (
+    ObjectNotFound,
+    PagemillError,
+    PreconditionFailed,
+    RowError,
+    ServiceUnreachable,
+    StorageError,
+    UnreadableJob,
+)
 from jobs.failpoints import failpoint
 from jobs.layout import JobLayout
 from jobs.ledger import Ledger
@@ -55,7 +63,7 @@ class Control:
         Storage is believed before the ledger, which may be a new one: a job that has a manifest has ended, a plan that
         is there stands, and whole segments of its shards are taken over.
         """
-        with self._only_one(job_id, "plan") as keep_lock:
+        with self._left_to_others(job_id), self._only_one(job_id, "plan") as keep_lock:
             if keep_lock is None or self._ledger.state(job_id) != "validating":
                 return
             spec = self._ledger.spec(job_id)
@@ -67,7 +75,7 @@ class Control:
                     self._ledger.restore(Manifest.model_validate_json(manifest), stored_plan)
                     return
                 planned = self._written_plan(spec, keep_lock) if stored is None else load_plan(stored)
-            except ServiceUnreachable:
+            except (ServiceUnreachable, UnreadableJob):
                 raise  # not the job's fault: the sweeper sends it here again
             except PagemillError as error:
                 self._refuse(spec, [RowError(code=error.code, message=str(error))])
@@ -90,19 +98,19 @@ class Control:
 
     def assemble(self, job_id: str) -> None:
         """Join the segments of a job whose shards are settled, or of one that is stopped."""
-        with self._only_one(job_id, "fin") as keep_lock:
+        with self._left_to_others(job_id), self._only_one(job_id, "fin") as keep_lock:
             if keep_lock is None:
                 return
             spec = self._ledger.spec(job_id)
             try:
                 assemble(spec, self._ledger, self._stores, keep_lock)
-            except ServiceUnreachable:
+            except (ServiceUnreachable, UnreadableJob):
                 raise
             except StorageError as error:
                 # Every answer is in storage, and the sweeper sends the job here again: nothing is lost by waiting for
                 # someone to mend what is refused.
                 log.error("job %s cannot be assembled yet: %s", job_id, error)
-                self._ledger.stall(job_id, str(error))
+                self._ledger.stall(job_id, f"the result cannot be written, and is tried again: {error}")
             except PagemillError as error:
                 log.error("job %s cannot be assembled: %s", job_id, error.message)
                 state = self._ledger.state(job_id) or ""
@@ -138,7 +146,7 @@ class Control:
                     expired, waiting, running = self._ledger.expire(job_id)
                     if expired:
                         log.warning("job %s: %d lease(s) expired, their shards are ready again", job_id, expired)
-                    model = self._ledger.spec(job_id).model
+                    model = self._ledger.model(job_id)
                     ready[model] += waiting
                     leased[model] += running
         self._top_up(ready, leased)
@@ -199,6 +207,15 @@ class Control:
         self, spec: JobSpec, errors: list[RowError] | tuple[RowError, ...], count: int = 1, url: str | None = None
     ) -> None:
         self._ledger.fail(spec.id, errors, error_count=count, error_url=url, from_state="validating")
+
+    @contextmanager
+    def _left_to_others(self, job_id: str) -> Iterator[None]:
+        """A job that this version cannot read stays as it is, for a newer control worker."""
+        try:
+            yield
+        except UnreadableJob as error:
+            log.error("job %s is left to others: %s", job_id, error)
+            self._ledger.stall(job_id, f"a control worker has left it to others: {error}")
 
     @contextmanager
     def _only_one(self, job_id: str, what: str) -> Iterator["KeepLock | None"]:

@@ -69,6 +69,12 @@ class InputChanged(PagemillError):
     code = "input_changed"
 
 
+class UnreadableJob(PagemillError):
+    """A job is written as this version does not know: another one has to work on it."""
+
+    code = "unreadable_job"
+
+
 class IdempotencyConflict(PagemillError):
     """Another job was submitted under the same idempotency key."""
 

@@ -30,7 +30,7 @@ import redis
 from redis.commands.core import Script
 from redis.lock import Lock
 
-from jobs.errors import LedgerFull, OutputTaken, RowError, UsageError
+from jobs.errors import LedgerFull, OutputTaken, RowError, UnreadableJob, UsageError
 from jobs.ledger_fields import TERMS, counts, dump_errors, result_fields, spec_of, view_of
 from jobs.records import (
     DeadShard,
@@ -41,7 +41,7 @@ from jobs.records import (
     load_record,
 )
 from jobs.shards import Plan, Shard, dump_shard, load_shard
-from jobs.spec import JobSpec, model_key
+from jobs.spec import JobSpec, load_spec, model_key
 
 Verdict = Literal["ok", "superseded", "lost", "stop"]
 Ending = Literal["completed", "cancelled", "expired"]
@@ -272,6 +272,8 @@ class Ledger:
     def lease(self, model: str, attempt: str, ttl: float, share: FairShare = EQUAL_SHARES) -> Lease | None:
         """The next shard of the model's jobs, or None if none is ready.
 
+        Raises UnreadableJob where it is of a job that this version cannot read; it is left to others.
+
         The highest priority comes first, then the tenant, and then the job, that has had the fewest shards for its
         weight, then the oldest job: see lua/queue.lua.
         """
@@ -279,8 +281,12 @@ class Ledger:
         reply = self._run("lease", [], args)
         if reply[0] == "empty":
             return None
-        _, _, spec, _, fence, plan = reply
-        return Lease(JobSpec.model_validate_json(spec), load_shard(plan), attempt, int(fence))
+        _, job_id, spec, shard, fence, plan = reply
+        try:
+            return Lease(load_spec(spec, f"What the ledger has of job {job_id}"), load_shard(plan), attempt, int(fence))
+        except UnreadableJob as error:
+            self._release(job_id, shard, attempt, str(error), counts=False)
+            raise
 
     def beat(self, leases: Sequence[tuple[Lease, int]], ttl: float) -> list[Verdict]:
         """Keep leases alive, each with the rows done in it; one round trip for all."""
@@ -294,20 +300,23 @@ class Ledger:
 
     def commit(self, lease: Lease, record: SegmentRecord) -> Verdict:
         """Make the lease's segment the result of its shard: see lua/commit.lua."""
-        keys = self._keys(lease.job_id, "job", "leases", "own", "commit", "progress")
+        keys = self._keys(lease.job_id, "job", "leases", "own", "commit", "progress", "faults")
         args = [lease.job_id, lease.shard.index, lease.attempt, record.model_dump_json(), _now(), *counts(record)]
         return cast(Verdict, self._run("commit", keys, args))
 
-    def give_back(self, lease: Lease) -> bool:
-        """Put the shard back because this worker was asked to stop. The try does not count."""
-        return self._release(lease, "", 0)
+    def give_back(self, lease: Lease, fault: str = "") -> bool:
+        """Put the shard back because this worker was asked to stop, or has a fault of its own, which people can see.
+
+        The try does not count.
+        """
+        return self._release(lease.job_id, lease.shard.index, lease.attempt, fault, counts=False)
 
     def release(self, lease: Lease, fault: str, rest: float = 0) -> bool:
         """Put the shard back because this try failed; the try counts, and people can see the fault.
 
         It is ready again after `rest` seconds, twice as long after each further try: what failed may be mended by then.
         """
-        return self._release(lease, fault or "unknown fault", rest)
+        return self._release(lease.job_id, lease.shard.index, lease.attempt, fault or "unknown fault", rest)
 
     def complain(self, lease: Lease, fault: str) -> None:
         """Let people see why a shard makes no progress, while it is worked on."""
@@ -329,6 +338,12 @@ class Ledger:
         if "spec" not in fields:
             raise _no_such_job(job_id)
         return spec_of(fields)
+
+    def model(self, job_id: str) -> str:
+        """Of a job that this version cannot read too. Raises UsageError for one that is not there."""
+        if (model := self.client.hget(self._key(job_id, "job"), "model")) is None:
+            raise _no_such_job(job_id)
+        return cast(str, model)
 
     def state(self, job_id: str) -> str | None:
         return cast(str | None, self.client.hget(self._key(job_id, "job"), "state"))
@@ -428,9 +443,12 @@ class Ledger:
         keys = [keys[0], "pm:live", "pm:deadlines", "pm:outputs", *keys[1:]]
         return cast(str, self._run("finish", keys, [job_id, from_state, to_state, ended_at or _now(), *_flat(fields)]))
 
-    def _release(self, lease: Lease, fault: str, rest: float) -> bool:
-        keys = self._keys(lease.job_id, "ready", "leases", "own", "tries", "progress", "faults")
-        return bool(self._run("release", keys, [lease.job_id, lease.shard.index, lease.attempt, fault, _ms(rest)]))
+    def _release(
+        self, job_id: str, shard: int, attempt: str, fault: str, rest: float = 0, *, counts: bool = True
+    ) -> bool:
+        keys = self._keys(job_id, "ready", "leases", "own", "tries", "progress", "faults")
+        args = [job_id, shard, attempt, fault, int(counts), _ms(rest)]
+        return bool(self._run("release", keys, args))
 
     def _reason(self, view: JobView, stalled: str | None) -> str | None:
         """Why a job makes no progress, where that can be told."""
@@ -439,7 +457,7 @@ class Ledger:
             return f"paused: {running}, and no more is begun; `pagemill resume {view.id}` goes on"
         undriven = None if self.client.exists("pm:swept") else _UNDRIVEN
         if view.state != "in_progress":
-            return undriven or (stalled and f"the result cannot be written, and is tried again: {stalled}")
+            return undriven or stalled
         serving = [worker for worker in self.workers() if worker.model == view.model]
         if not serving:
             return (

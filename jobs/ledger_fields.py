@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from jobs.errors import RowError
 from jobs.records import TERMINAL, JobView, Manifest, SegmentRecord, Usage
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, load_spec
 
 COUNTERS = ("done", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
 """As the scripts that count have them too."""
@@ -17,8 +17,8 @@ TERMS = ("priority", "weight", "expires_at")
 
 
 def spec_of(fields: dict[str, str]) -> JobSpec:
-    """The job's spec, on the terms that it has now."""
-    spec = JobSpec.model_validate_json(fields["spec"])
+    """The job's spec, on the terms that it has now. Raises UnreadableJob."""
+    spec = load_spec(fields["spec"], "What the ledger has of a job")
     terms = spec.terms.model_validate({**spec.terms.model_dump(), "expires_at": None, **_given(fields)})
     return spec.model_copy(update={name: getattr(terms, name) for name in TERMS})
 

@@ -14,15 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from pydantic import ValidationError
-
 from jobs.broker import PLAN, Tokens
 from jobs.control import Control
-from jobs.errors import ObjectNotFound
+from jobs.errors import ObjectNotFound, UnreadableJob
 from jobs.layout import JobLayout, jobs_prefix
 from jobs.ledger import Ledger
 from jobs.records import JobView
-from jobs.spec import JOB_ID_PATTERN, JobSpec
+from jobs.spec import JOB_ID_PATTERN, JobSpec, load_spec
 from jobs.storage import Stores
 from jobs.submit import enter_again
 
@@ -53,12 +51,11 @@ def lost_jobs(storage_url: str, ledger: Ledger, stores: Stores) -> Iterator[JobS
 def _stored_job(storage_url: str, job_id: str, stores: Stores) -> JobSpec | Unusable | None:
     url = JobLayout(storage_url, job_id).spec
     try:
-        spec = JobSpec.model_validate_json(stores.read(url))
+        spec = load_spec(stores.read(url), url)
     except ObjectNotFound:
         return None
-    except ValidationError as error:
-        first = error.errors()[0]
-        return Unusable(job_id, f"{url} is no job spec: {'.'.join(map(str, first['loc']))}: {first['msg']}")
+    except UnreadableJob as error:
+        return Unusable(job_id, error.message)
     if (spec.id, spec.storage_url) != (job_id, storage_url):
         return Unusable(job_id, f"{url} is the spec of job {spec.id} in {spec.storage_url}")
     return spec

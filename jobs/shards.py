@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from jobs.errors import PagemillError, RowError
+from jobs.errors import PagemillError, RowError, UnreadableJob
 from jobs.formats.jsonl import dumps, iter_lines
 
 FIRST_ERRORS = 100
@@ -84,9 +84,12 @@ def dump_shard(shard: Shard) -> bytes:
 
 
 def load_shard(data: bytes | str) -> Shard:
-    """The shard that `dump_shard` wrote."""
+    """The shard that `dump_shard` wrote. Raises UnreadableJob for one that a newer version wrote."""
     fields = json.loads(data)
-    return Shard(**{**fields, "duplicates": int(fields.get("duplicates", "0"), 16)})
+    try:
+        return Shard(**{**fields, "duplicates": int(fields.get("duplicates", "0"), 16)})
+    except TypeError as error:
+        raise UnreadableJob(f"This version cannot read a shard of the job's plan: {error}") from error
 
 
 def dump_plan(plan: Plan) -> bytes:
@@ -102,10 +105,13 @@ def dump_plan(plan: Plan) -> bytes:
 
 
 def load_plan(data: bytes) -> Plan:
-    """The plan that `dump_plan` wrote. Raises PagemillError for anything else."""
+    """The plan that `dump_plan` wrote. Raises UnreadableJob for one that a newer version wrote, and PagemillError for
+    anything else."""
     try:
         head, *lines = data.splitlines()
         header = json.loads(head)
+        if header["format"] > _FORMAT:
+            raise UnreadableJob(f"The job's plan has format {header['format']}, and this version reads {_FORMAT}.")
         plan = Plan(
             header["rows"],
             header["bad"],

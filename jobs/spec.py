@@ -9,8 +9,9 @@ import secrets
 import time
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from jobs.errors import UnreadableJob
 from jobs.layout import JobLayout
 from jobs.output import Output
 from jobs.pooling import Pooling
@@ -20,7 +21,7 @@ from jobs.templates import check_template
 OnBadRow = Literal["fail", "skip"]
 JOB_ID_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 Dedupe = Literal["off", "exact", "all"]
-"""Which identical rows of a job a worker asks once: none; those that would get the same answer anyway, being greedy,
+"""Which identical rows of a shard are asked once: none; those that would get the same answer anyway, being greedy,
 seeded or embeddings; or all, and then sampled ones share one answer."""
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]
@@ -235,6 +236,21 @@ class JobSpec(Terms):
         """A digest of all that decides the result: two specs with the same one ask for the same work."""
         body = self.model_dump_json(exclude={"id", "created_at", "tenant", "priority", "weight", "expires_at"})
         return hashlib.sha256(body.encode()).hexdigest()[:32]
+
+
+def load_spec(data: str | bytes, where: str) -> JobSpec:
+    """The spec that was written as JSON. Raises UnreadableJob, which says `where` it stands.
+
+    A field that is not known here makes it unreadable too: what it asks for would be left out.
+    """
+    try:
+        return JobSpec.model_validate_json(data, extra="forbid")
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UnreadableJob(
+            f"{where} is no job spec that this version can read: {'.'.join(map(str, first['loc']))}: {first['msg']}",
+            hint="A newer version may have submitted it: use that one here too.",
+        ) from error
 
 
 def new_job_id() -> str:

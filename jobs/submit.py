@@ -35,6 +35,7 @@ from jobs.spec import (
     RecordRows,
     Terms,
     job_id_of,
+    load_spec,
     new_job_id,
 )
 from jobs.storage import Stores
@@ -172,7 +173,7 @@ def _placed_files(spec: JobSpec) -> list[str]:
 
 def _submitted_before(spec: JobSpec, stores: Stores) -> JobSpec:
     """The spec that is in storage under this one's id. The files that were placed for this one are removed."""
-    first = JobSpec.model_validate_json(stores.read(spec.layout.spec))
+    first = load_spec(stores.read(spec.layout.spec), spec.layout.spec)
     same = spec.asks_the_same(first) and _same_input(spec.input, first.input, stores)
     kept = {file.url for file in first.input.files}
     stores.delete(url for url in _placed_files(spec) if url not in kept)

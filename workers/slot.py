@@ -4,6 +4,7 @@ Each token of the queue occupies one slot, until no shard is ready. Several slot
 does not drain at the end of a shard.
 """
 
+import errno
 import logging
 import math
 import threading
@@ -22,7 +23,7 @@ from redis.exceptions import RedisError
 from engine.errors import EngineDied, RequestError
 from engine.outputs import EngineOutput
 from jobs.broker import Tokens
-from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable, StorageError
+from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable, StorageError, UnreadableJob
 from jobs.failpoints import failpoint
 from jobs.ledger import EQUAL_SHARES, FairShare, Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
@@ -34,15 +35,17 @@ from jobs.spool import Kept, Spool
 from jobs.storage import Stores
 from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
-from workers.load import LoadMeter
 from workers.render import EngineRequest, outcome_of, requests_for, row_error
-from workers.twins import JobOutcomes, Twins
+from workers.twins import Twins
 
 log = logging.getLogger(__name__)
 
 _RETRY_S, _MAX_RETRY_S = 0.5, 15.0
 _REFUSAL_PATIENCE_S = 600.0
 _REST_S = 15.0
+_OF_THE_MACHINE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+)
 # Rows are read and asked for some at a time: enough that a thread is woken for many, few enough that the engine's first
 # does not wait long.
 _ROWS_AT_ONCE = 64
@@ -77,7 +80,6 @@ class SlotContext:
     worker_id: str
     kept: KeptAnswers
     share: FairShare = EQUAL_SHARES
-    outcomes: JobOutcomes = field(default_factory=JobOutcomes)
 
 
 class Stopping:
@@ -126,10 +128,16 @@ def work(model: str, context: SlotContext) -> None:
             if context.stopping.wait(_RETRY_S):
                 return
             continue
+        except UnreadableJob as error:
+            # Not at once: it may be its turn again, before another worker has taken it.
+            log.error("a shard is left to others: %s", error)
+            context.stopping.wait(_REST_S)
+            continue
         if lease is None:
             return
         failpoint("lease.taken")
-        Attempt(lease, context).run()
+        if not Attempt(lease, context).run():
+            context.stopping.wait(_REST_S)
 
 
 @dataclass(slots=True)
@@ -164,12 +172,13 @@ class Attempt:
         self._kept: dict[int, Kept] = {}
         self._next_row = lease.shard.first_row
         self._rows_read = 0
-        self._load = LoadMeter(context.host)
-        self._twins = Twins(lease.spec.dedupe, context.outcomes.of(lease.spec))
+        self._twins = Twins(lease.spec.dedupe)
         self._look_at = math.inf if lease.spec.max_row_seconds is None else 0.0
         self._rows = self._rows_from(0)
+        self._machine_failed = False
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Whether the next attempt may follow at once: not where this machine has a fault, which it would meet too."""
         context, lease = self._context, self._lease
         context.stopping.listen(self._stop)
         try:
@@ -182,6 +191,7 @@ class Attempt:
             context.heartbeat.drop(lease)
             context.stopping.forget(self._stop)
             context.host.abort([call for asked in self._asked.values() for call in asked.calls])
+        return not self._machine_failed
 
     def _answer_and_commit(self) -> None:
         first_row = self._lease.shard.first_row
@@ -339,10 +349,9 @@ class Attempt:
         the quota that is missing, and the answers are dearer than the wait."""
         context, lease = self._context, self._lease
         deadline = time.monotonic() + _REFUSAL_PATIENCE_S
-        load = self._load.read()
         while True:
             try:
-                return self._persistently(lambda: spool.put(lease, context.engine_name, context.worker_id, load))
+                return self._persistently(lambda: spool.put(lease, context.engine_name, context.worker_id))
             except StorageError as error:
                 if time.monotonic() >= deadline:
                     raise
@@ -372,6 +381,9 @@ class Attempt:
         if isinstance(error, InputChanged):
             ledger, fault = self._context.ledger, RowError(code=error.code, message=str(error))
             ledger.fail(self._lease.job_id, [fault], error_count=1, error_url=None, from_state="in_progress")
+        elif isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+            self._machine_failed = True
+            self._context.ledger.give_back(self._lease, f"worker {self._context.worker_id}: {error}")
         else:
             self._context.ledger.release(self._lease, str(error), _REST_S)
 

@@ -27,7 +27,7 @@ from jobs.output import Output, OutputFormat
 from jobs.reading import json_lines, output_files
 from jobs.records import JobView
 from jobs.settings import Settings, settings
-from jobs.spec import MAX_LINE_BYTES, JobSpec
+from jobs.spec import MAX_LINE_BYTES, JobSpec, load_spec
 from jobs.storage import Stores
 from jobs.submit import enter, prepare
 
@@ -136,7 +136,7 @@ def taken_up(spec: JobSpec, config: Settings) -> JobSpec:
     """The stopped run in the state folder, if it is one of the same job; else this one, which is now the run there."""
     path = config.state_dir / _SPEC
     if path.exists():
-        stopped = JobSpec.model_validate_json(path.read_bytes())
+        stopped = load_spec(path.read_bytes(), str(path))
         if stopped.fingerprint == spec.fingerprint:
             stderr.print(f"Taking up the run that was stopped ({stopped.id}).")
             return stopped

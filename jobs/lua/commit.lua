@@ -1,5 +1,5 @@
 -- Make one attempt's segment THE result of its shard. Only the shard's owner can, and only once.
--- KEYS job, leases, own, commit, progress
+-- KEYS job, leases, own, commit, progress, faults
 -- ARGV id, shard, attempt, record, now_s, rows_ok, rows_failed, prompt_tokens, completion_tokens, cached_tokens
 -- Returns 'ok' (again for a repeated call: the first reply may have been lost), 'superseded' (another attempt's segment
 -- is the result), 'lost' (the lease has gone to another), or 'stop' (the job is no longer worked on).
@@ -15,6 +15,7 @@ redis.call('HSET', KEYS[4], ARGV[2], ARGV[4])
 redis.call('HDEL', KEYS[3], 's:' .. ARGV[2], 'a:' .. ARGV[3], 'f:' .. ARGV[2])
 redis.call('ZREM', KEYS[2], ARGV[2])
 redis.call('HDEL', KEYS[5], ARGV[2])
+redis.call('HDEL', KEYS[6], ARGV[2])
 local counters = {'done', 'failed', 'prompt_tokens', 'completion_tokens', 'cached_tokens'}
 for i, counter in ipairs(counters) do redis.call('HINCRBY', KEYS[1], counter, ARGV[5 + i]) end
 if redis.call('HINCRBY', KEYS[1], 'settled', 1) == tonumber(redis.call('HGET', KEYS[1], 'total')) then

@@ -322,25 +322,24 @@ class LedgerMachine(RuleBasedStateMachine):
             assert verdict == "ok"
             job.let_go(shard)
             job.settle(shard, record_of(lease))
+            job.faults.pop(shard, None)
             self.refresh(job)
         else:
             assert verdict == "lost"
 
     @precondition(lambda self: self.leases)
-    @rule(which=WHICH, fault=st.sampled_from(["", "the disk is full"]), lost=LOST)
-    def put_back(self, which: int, fault: str, lost: bool) -> None:
+    @rule(which=WHICH, counts=st.booleans(), fault=st.sampled_from(["", "the disk is full"]), lost=LOST)
+    def put_back(self, which: int, counts: bool, fault: str, lost: bool) -> None:
         lease = self.handed_out(which)
         job, shard = self.job_of(lease), lease.shard.index
-        reply = (
-            self.run(lost, self.ledger.release, lease, fault) if fault else self.run(lost, self.ledger.give_back, lease)
-        )
+        reply = self.run(lost, self.ledger.release if counts else self.ledger.give_back, lease, fault)
         assert lost or reply == job.owns(lease)
         if job.owns(lease):
             job.put_back(shard)
             self.refresh(job)
-            if fault:
-                job.faults[shard] = fault
-            else:
+            if fault or counts:
+                job.faults[shard] = fault or "unknown fault"
+            if not counts:
                 job.tries[shard] -= 1
 
     # --- time, storage, people ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.errors import InputChanged, PagemillError, RowError
+from jobs.errors import InputChanged, PagemillError, RowError, UnreadableJob
 from jobs.formats.jsonl import dumps
 from jobs.planner import SHARDS_OF_A_SIZE, Plan, Planned, Shard, dump_plan, load_plan, plan, shard_rows
 from jobs.quick_check import ANSWER_TOKENS
@@ -276,7 +276,7 @@ def test_a_shard_reads_back_and_is_small() -> None:
         lambda data: b"",
         lambda data: data[:-20],
         lambda data: b"\n".join(data.splitlines()[:-1]),
-        lambda data: data.replace(b'"format":1', b'"format":9'),
+        lambda data: data.replace(b'"format":1', b'"format":0'),
     ],
 )
 def test_half_a_plan_is_no_plan(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
@@ -285,3 +285,11 @@ def test_half_a_plan_is_no_plan(tmp_path: Path, damage: Callable[[bytes], bytes]
         load_plan(damage(data))
     assert raised.value.code == "bad_plan"
     assert json.loads(data.splitlines()[0])["shards"] == 2
+
+
+@pytest.mark.parametrize(("ours", "newer"), [(b'"format":1', b'"format":2'), (b'"index":0', b'"index":0,"skip":[]')])
+def test_a_plan_of_a_newer_version_is_told_from_a_broken_one(tmp_path: Path, ours: bytes, newer: bytes) -> None:
+    data = dump_plan(plan(job(tmp_path / "in", records("a", "b")), STORE, cut(1)))
+    assert ours in data
+    with pytest.raises(UnreadableJob):
+        load_plan(data.replace(ours, newer))
