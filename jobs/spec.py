@@ -21,7 +21,7 @@ from jobs.templates import check_template
 OnBadRow = Literal["fail", "skip"]
 JOB_ID_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 Dedupe = Literal["off", "exact", "all"]
-"""Which identical rows of a shard are asked once: none; those that would get the same answer anyway, being greedy,
+"""Which identical rows of a job a worker asks once: none; those that would get the same answer anyway, being greedy,
 seeded or embeddings; or all, and then sampled ones share one answer."""
 Tenant = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 JobId = Annotated[str, StringConstraints(pattern=JOB_ID_PATTERN)]

@@ -35,8 +35,9 @@ from jobs.spool import Kept, Spool
 from jobs.storage import Stores
 from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
+from workers.load import LoadMeter
 from workers.render import EngineRequest, outcome_of, requests_for, row_error
-from workers.twins import Twins
+from workers.twins import JobOutcomes, Twins
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class SlotContext:
     worker_id: str
     kept: KeptAnswers
     share: FairShare = EQUAL_SHARES
+    outcomes: JobOutcomes = field(default_factory=JobOutcomes)
 
 
 class Stopping:
@@ -172,7 +174,8 @@ class Attempt:
         self._kept: dict[int, Kept] = {}
         self._next_row = lease.shard.first_row
         self._rows_read = 0
-        self._twins = Twins(lease.spec.dedupe)
+        self._load = LoadMeter(context.host)
+        self._twins = Twins(lease.spec.dedupe, context.outcomes.of(lease.spec))
         self._look_at = math.inf if lease.spec.max_row_seconds is None else 0.0
         self._rows = self._rows_from(0)
         self._machine_failed = False
@@ -349,9 +352,10 @@ class Attempt:
         the quota that is missing, and the answers are dearer than the wait."""
         context, lease = self._context, self._lease
         deadline = time.monotonic() + _REFUSAL_PATIENCE_S
+        load = self._load.read()
         while True:
             try:
-                return self._persistently(lambda: spool.put(lease, context.engine_name, context.worker_id))
+                return self._persistently(lambda: spool.put(lease, context.engine_name, context.worker_id, load))
             except StorageError as error:
                 if time.monotonic() >= deadline:
                     raise
