@@ -22,8 +22,8 @@ from kernels.ops import KVCache, allocate_kv_cache, kv_bytes_per_token
 
 # Rows and tokens of one step. On a CPU a step is bound by arithmetic from a few dozen rows on, and a larger one only
 # takes more memory; a GPU wants all the rows that its KV pool holds.
-_CPU_BUDGETS = (96, 2048)
-_CUDA_BUDGETS = (1024, 8192)
+CPU_BUDGETS = (96, 2048)
+CUDA_BUDGETS = (1024, 8192)
 # How many batches of requests may overtake one that waits for a slot of its adapter: enough that a queue in which
 # adapters alternate does not run one request at a time.
 _OVERTAKING_BATCHES = 4
@@ -126,7 +126,7 @@ def _peft_loader(config: EngineConfig, loaded: LoadedModel, device: torch.device
 
 def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, reserved_bytes: int) -> SchedulerConfig:
     model = loaded.config
-    default_seqs, default_tokens = _CUDA_BUDGETS if device.type == "cuda" else _CPU_BUDGETS
+    default_seqs, default_tokens = CUDA_BUDGETS if device.type == "cuda" else CPU_BUDGETS
     max_num_seqs = config.max_num_seqs or default_seqs
     max_num_batched_tokens = config.max_num_batched_tokens or default_tokens
     longest = model.max_position_embeddings

@@ -18,7 +18,7 @@ from engine.machine import available_memory
 
 _CPU_SHARE = 0.5
 _CPU_TOKENS_PER_ROW = 1024
-_DEFAULT_GPU_UTILIZATION = 0.9
+DEFAULT_GPU_UTILIZATION = 0.9
 _CUDA_SWAP_SPACE = 4 * 2**30
 _CUDA_SWAP_SHARE = 0.25
 
@@ -46,7 +46,7 @@ def size_kv_pool(
     if config.kv_cache_memory is not None:
         available = config.kv_cache_memory
     elif device.type == "cuda":
-        utilization = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
+        utilization = config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
         available = _available_on_gpu(device, utilization, run_full_step) - reserved_bytes
     else:
         wanted = max_num_seqs * min(tokens_per_request, _CPU_TOKENS_PER_ROW) * bytes_per_token

@@ -15,7 +15,7 @@ from typing import Any
 from jobs.errors import RowError
 from jobs.planner import Plan, plan, shard_rows
 from jobs.pooling import Pooling
-from jobs.profile import Profile
+from jobs.profile import Capacity, Profile
 from jobs.row_fields import Prompt
 from jobs.rows import Row
 from jobs.settings import Settings
@@ -62,11 +62,15 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How many rows of mean length the KV pool holds at once, and how many are too long for the model."""
+    """How many rows of mean length the KV pool holds at once, and how many are too long for it or for the model.
+
+    Both are of the rows that were looked at. `basis` says where the size of the pool comes from.
+    """
 
     kv_tokens: int
     rows_at_once: int
     too_long: int
+    basis: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +111,20 @@ def estimate(
     encode: Encode,
     *,
     profile: Profile | None,
+    capacity: Capacity | None = None,
     max_rows: int,
     mean_answer: int | None = None,
     on_progress: Callable[[int, int], None] = lambda rows, size: None,
 ) -> Estimate:
     """Reads the whole input, and encodes at most about `max_rows` of its rows. Without a profile no time is claimed.
 
+    What fits is by `capacity`, and by the profile's own where none is given.
     Raises what the planner raises.
     """
     planned = plan(spec, stores, limits, on_progress)
     shards = _spread(planned, max_rows)
-    count = _Count(profile.block_size if profile else _DEFAULT_BLOCK, mean_answer)
+    capacity = capacity or (profile and profile.capacity)
+    count = _Count(capacity.block_size if capacity else _DEFAULT_BLOCK, mean_answer)
     rows = (found for shard in shards for found in shard_rows(spec, stores, shard))
     good = ((found.index, found.row) for found in rows if isinstance(found.row, Row))
     while some := list(islice(good, _BATCH)):
@@ -125,10 +132,10 @@ def estimate(
     scale = (planned.rows - planned.bad) / max(count.rows, 1)
     prompts = count.prompts(scale)
     answers = None if count.unlimited else round(count.answers * scale)
-    fit = duration = None
-    if prompts is not None and profile is not None:
-        fit = _fit(prompts, count, profile)
-        duration = None if answers is None else _duration(planned, prompts, answers, fit, profile)
+    fit = None if prompts is None or capacity is None else _fit(prompts, count, capacity)
+    duration = None
+    if prompts is not None and answers is not None and profile is not None and fit is not None and fit.rows_at_once:
+        duration = _duration(planned, prompts, answers, fit, profile)
     return Estimate(
         rows=planned.rows,
         bad_rows=planned.bad,
@@ -233,14 +240,15 @@ class _Count:
         return self.answers / max(self.rows, 1)
 
 
-def _fit(prompts: Prompts, count: _Count, profile: Profile) -> Fit:
+def _fit(prompts: Prompts, count: _Count, capacity: Capacity) -> Fit:
     """What rows share is held once, and each holds the rest and, at its end, its whole answer."""
     own = prompts.mean * (1 - prompts.shared) + count.mean_answer
-    at_once = profile.kv_tokens / max(own, profile.block_size)
+    at_once = capacity.kv_tokens / max(own, capacity.block_size)
     return Fit(
-        kv_tokens=profile.kv_tokens,
-        rows_at_once=max(1, min(int(at_once), profile.max_num_seqs)),
-        too_long=sum(1 for _ in count.longer_than(profile.max_model_len - 1)),
+        kv_tokens=capacity.kv_tokens,
+        rows_at_once=max(1, min(int(at_once), capacity.max_num_seqs)) if capacity.kv_tokens else 0,
+        too_long=sum(1 for _ in count.longer_than(capacity.max_model_len - 1)),
+        basis=capacity.basis,
     )
 
 

@@ -1,6 +1,7 @@
 """What an engine was measured to do on a machine: kept in the state folder, and what estimates of time are based on."""
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -8,6 +9,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.settings import Settings
 from jobs.spec import model_key
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine has room for: `kv_tokens` in its KV pool, which is 0 where the model itself does not fit."""
+
+    kv_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    basis: str
 
 
 class DecodeRate(BaseModel):
@@ -46,6 +58,10 @@ class Profile(BaseModel):
         low, high = self.decode[at - 1], self.decode[at]
         part = (rows - low.rows) / (high.rows - low.rows)
         return low.tokens_per_second + part * (high.tokens_per_second - low.tokens_per_second)
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.kv_tokens, self.max_num_seqs, self.max_model_len, self.block_size, self.basis)
 
     @property
     def basis(self) -> str:

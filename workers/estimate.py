@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
+from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.prompts import Prompt as EnginePrompt
 from engine.prompts import PromptEncoder
@@ -17,12 +18,13 @@ from jobs.cli.show import print_json, stdout
 from jobs.errors import UsageError
 from jobs.estimate import Encode, Estimate
 from jobs.estimate import estimate as estimate_of
-from jobs.profile import load_profile
+from jobs.profile import Capacity, load_profile
 from jobs.settings import settings
 from jobs.storage import Stores
 from jobs.submit import prepare
 
 _BAR = 40
+_GIB = 1024**3
 
 
 @with_groups
@@ -35,6 +37,10 @@ def estimate(
     ] = 20_000,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, help="How long you expect answers to be. Default: their limits.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="What fits on a GPU of so many GiB. Default: what was measured, or this machine."),
     ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
@@ -61,12 +67,14 @@ def estimate(
             model_aliases=tuple(job.model_alias or ()),
             lora=job.lora,
         )
+        profile = load_profile(model, config)
         found = estimate_of(
             spec,
             stores,
             local,
             _encoder(model, trust_remote_code),
-            profile=load_profile(model, config),
+            profile=profile,
+            capacity=_capacity(model, gpu_memory) if profile is None or gpu_memory else None,
             max_rows=max_rows,
             mean_answer=answer_tokens,
         )
@@ -89,6 +97,26 @@ def _encoder(model: str, trust_remote_code: bool) -> Encode:
         return encoder.encode(cast(Sequence[EnginePrompt], prompts))
 
     return encode
+
+
+def _capacity(model: str, gpu_memory: float | None) -> Capacity | None:
+    from engine.capacity import kv_capacity
+
+    try:
+        found = kv_capacity(EngineConfig(model), None if gpu_memory is None else int(gpu_memory * _GIB))
+    except EngineError as error:
+        raise UsageError(error.message, hint=error.hint, code=error.code) from error
+    if found is None:
+        return None
+    where = "this machine" if gpu_memory is None else f"a GPU of {gpu_memory:g} GiB"
+    takes = f"{found.weight_bytes / _GIB:.2f} GiB of weights and {found.kv_bytes_per_token:,} bytes a token"
+    return Capacity(
+        kv_tokens=found.kv_tokens,
+        max_num_seqs=found.max_num_seqs,
+        max_model_len=found.max_model_len,
+        block_size=found.block_size,
+        basis=f"{takes}, on {where}",
+    )
 
 
 def _print(found: Estimate, model: str) -> None:
@@ -132,13 +160,13 @@ def _of_prompts(found: Estimate) -> list[tuple[str, str]]:
 
 
 def _of_time(found: Estimate, model: str) -> list[tuple[str, str]]:
-    if found.fit is None:
-        return [("time", f"unknown: nothing is measured here yet; `pagemill bench model --model {model}` does")]
-    facts = [("KV pool", f"{found.fit.kv_tokens:,} tokens: {found.fit.rows_at_once:,} rows at once")]
-    if found.fit.too_long:
-        facts.append(("too long", f"{found.fit.too_long:,} of the rows that were counted"))
+    facts = _of_fit(found)
     if found.duration is None:
-        return [*facts, ("time", "unknown: answers have no limit")]
+        if found.fit is not None and not found.fit.rows_at_once:
+            return facts
+        limits = found.answer_tokens is None
+        why = "answers have no limit" if limits else f"not measured here: `pagemill bench model --model {model}` does"
+        return [*facts, ("time", f"unknown: {why}")]
     took = found.duration
     whole, prefill, decode = (timedelta(seconds=round(s)) for s in (took.total, took.prefill, took.decode))
     return [
@@ -147,3 +175,13 @@ def _of_time(found: Estimate, model: str) -> list[tuple[str, str]]:
         ("GPU hours", f"{took.gpu_hours:,.3f}"),
         ("based on", took.basis),
     ]
+
+
+def _of_fit(found: Estimate) -> list[tuple[str, str]]:
+    fit = found.fit
+    if fit is None:
+        return []
+    if not fit.rows_at_once:
+        return [("KV pool", f"none: the model itself does not fit ({fit.basis})")]
+    facts = [("KV pool", f"{fit.kv_tokens:,} tokens, {fit.rows_at_once:,} rows at once ({fit.basis})")]
+    return [*facts, ("too long", f"{fit.too_long:,} of the rows that were counted")] if fit.too_long else facts

@@ -8,7 +8,7 @@ import pytest
 
 from jobs.estimate import Estimate, estimate
 from jobs.formats.jsonl import dumps
-from jobs.profile import DecodeRate, Profile, load_profile, profile_path
+from jobs.profile import Capacity, DecodeRate, Profile, load_profile, profile_path
 from jobs.settings import Settings
 from jobs.spec import Input, InputFile, RecordRows
 from jobs.storage import Stores
@@ -41,7 +41,7 @@ def of(
 ) -> Estimate:
     stores = Stores(Settings())
     info = stores.put(f"{folder}/in.jsonl", b"".join(dumps(row) + b"\n" for row in rows))
-    answer = fields.pop("mean_answer", None)
+    own = {"profile": profile, "capacity": fields.pop("capacity", None), "mean_answer": fields.pop("mean_answer", None)}
     spec = openai_spec(
         rows=RecordRows(prompt_column="prompt"),
         input=Input(files=(InputFile(url=info.url, size=info.size, etag=info.etag),)),
@@ -49,7 +49,7 @@ def of(
         **fields,
     )
     limits = Settings(max_shard_rows=10)
-    return estimate(spec, stores, limits, by_characters, profile=profile, max_rows=max_rows, mean_answer=answer)
+    return estimate(spec, stores, limits, by_characters, max_rows=max_rows, **own)
 
 
 def prompts(*texts: str, **columns: Any) -> list[Any]:
@@ -134,6 +134,25 @@ def test_rows_that_do_not_fit_the_pool_or_the_model_are_told(tmp_path: Path) -> 
     found = of(tmp_path, prompts("a" * 99, "b" * 100, "c" * 150, max_tokens=50), profile=PROFILE).fit
     assert found is not None
     assert (found.rows_at_once, found.too_long) == (2, 2)
+
+
+def test_what_fits_is_known_without_a_measurement_where_the_capacity_is(tmp_path: Path) -> None:
+    room = Capacity(kv_tokens=800, max_num_seqs=64, max_model_len=120, block_size=BLOCK, basis="by its headers")
+    found = of(tmp_path, prompts("a" * 99, "b" * 100, "c" * 150, max_tokens=50), capacity=room)
+    assert found.fit is not None
+    assert (found.fit.rows_at_once, found.fit.too_long, found.fit.basis) == (4, 1, "by its headers")
+    assert found.duration is None
+    asked_for = of(tmp_path, prompts("a" * 50, max_tokens=50), profile=PROFILE, capacity=room)
+    assert asked_for.fit is not None
+    assert asked_for.fit.kv_tokens == 800
+    assert asked_for.duration is not None
+
+
+def test_a_model_that_does_not_fit_holds_no_row_and_takes_no_time(tmp_path: Path) -> None:
+    room = Capacity(kv_tokens=0, max_num_seqs=64, max_model_len=0, block_size=BLOCK, basis="")
+    found = of(tmp_path, prompts("a", max_tokens=5), profile=PROFILE, capacity=room)
+    assert found.fit is not None
+    assert (found.fit.rows_at_once, found.duration) == (0, None)
 
 
 def test_rates_between_what_was_measured_lie_between() -> None:

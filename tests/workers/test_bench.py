@@ -28,6 +28,9 @@ def test_the_job_plane_is_measured_stage_by_stage(tmp_path: Path) -> None:
     assert all(stage.rows_per_second == pytest.approx(500 / stage.seconds) for stage in found.stages)
     assert found.total.seconds == pytest.approx(sum(stage.seconds for stage in found.stages))
     assert found.as_dict()["total"]["rows_per_second"] > 0
+    assert list(found.total.cpu) == ["bench", "workers", "engines", "valkey"]
+    run = found.stages[2].cpu
+    assert run["workers"] > max(run["bench"], run["valkey"])
     assert found.peak_bytes > 10_000_000
 
 
@@ -61,15 +64,19 @@ def test_a_model_is_measured_and_an_estimate_goes_by_it(state_dir: Path, tmp_pat
 
     other = str(tiny_llama(tmp_path / "other", tokenizer=True))
     shown = run(app, [*arguments[:2], other, *arguments[3:]]).stdout
-    assert "nothing is measured here yet" in shown
+    assert "not measured here: `pagemill bench model" in shown
     assert "on one worker" not in shown
+    assert "rows at once (0.00 GiB of weights and " in shown
+    assert "bytes a token, on this machine)" in shown
+    shown = run(app, [*arguments[:2], other, *arguments[3:], "--gpu-memory", "24"]).stdout
+    assert "on a GPU of 24 GiB" in shown
 
 
 def test_prompts_of_a_benchmark_share_no_beginning() -> None:
     from engine.config import EngineConfig
-    from workers.stub_engine import StubEngine
+    from workers.stub_engine import StubCore
 
-    prompts = _Prompts(StubEngine(EngineConfig("stub"), lambda outputs: None).start())
+    prompts = _Prompts(StubCore(EngineConfig("stub")).info)
     many = prompts.some(1000, 8)
     assert len({tuple(prompt[:2]) for prompt in many}) == 1000
     assert {len(prompt) for prompt in many} == {8}
