@@ -1,5 +1,6 @@
 """What a slot does with a shard: answers in order, one commit, and nothing at all once the lease is another's."""
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -386,11 +387,54 @@ def test_a_store_that_refuses_a_segment_is_asked_again_and_nothing_is_generated_
     assert reasons[1] == "shard 0 is tried again: Access to bucket 'x' is refused."
 
 
+def test_a_fault_of_the_machine_costs_no_try_and_the_slot_rests(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More often than a shard may be tried."""
+    put, reasons = bench.site.stores.put_file, []
+
+    def full(*args: Any) -> Any:
+        if len(reasons) <= spec.max_tries:
+            reasons.append(bench.site.ledger.view(spec.id).reason)
+            raise OSError(28, "No space left on device")
+        return put(*args)
+
+    rests: list[float] = []
+    monkeypatch.setattr(bench.context.stopping, "wait", rests.append)
+    spec = bench.site.planned(4)
+    monkeypatch.setattr(bench.site.stores, "put_file", full)
+    bench.work(spec)
+    assert reasons[1:] == ["shard 0 is tried again: worker w: [Errno 28] No space left on device"] * spec.max_tries
+    assert rests == [15.0] * (spec.max_tries + 1)
+    assert tries(bench.site, spec) == {"0": "1"}
+    assert bench.site.ledger.faults(spec.id) == {}
+
+
+def test_a_job_that_this_version_cannot_read_is_left_to_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, readable = bench.site.planned(4), bench.site.submit(prompts(4))
+    bench.site.control.plan(readable.id)
+    newer = json.dumps({**json.loads(spec.model_dump_json()), "of_the_future": 1})
+    bench.site.ledger.client.hset(key(spec.id, "job"), "spec", newer)
+    rests: list[float] = []
+
+    def rest(seconds: float) -> bool:
+        rests.append(seconds)
+        if bench.site.ledger.state(readable.id) == "finalizing":
+            bench.context.stopping.set()
+        return False
+
+    monkeypatch.setattr(bench.context.stopping, "wait", rest)
+    bench.work(readable)
+    assert bench.site.ledger.state(readable.id) == "finalizing"
+    assert set(rests) == {15.0}
+    assert tries(bench.site, spec) == {"0": "0"}
+    assert "of_the_future" in bench.site.ledger.faults(spec.id)[0]
+    assert not bench.site.ledger.client.exists(key(spec.id, "own"))
+
+
 def test_a_stop_while_a_failed_try_cannot_be_reported_ends_quietly(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def refused(*args: Any) -> None:
+        raise OSError(36, "File name too long")
 
     waiting = threading.Event()
 
@@ -399,7 +443,7 @@ def test_a_stop_while_a_failed_try_cannot_be_reported_ends_quietly(
         raise RedisConnectionError("gone")
 
     spec = bench.site.planned(4)
-    monkeypatch.setattr(bench.site.stores, "put_file", full)
+    monkeypatch.setattr(bench.site.stores, "put_file", refused)
     monkeypatch.setattr(bench.site.ledger, "release", away)
     with at_work(bench, spec):
         assert waiting.wait(WAIT_S)
