@@ -36,6 +36,7 @@ class S3Server:
     endpoint: str
     access_key: str = "ACCESSKEY1"
     secret_key: str = "secretkey12345"
+    pid: int | None = None
 
     def settings(self, **fields: object) -> Settings:
         return Settings(
@@ -92,7 +93,7 @@ def rclone_s3(folder: Path) -> Iterator[S3Server]:
         # Read to its end, so that the server never blocks on a full pipe.
         drain = threading.Thread(target=deque, args=(log, 0))
         try:
-            server = S3Server(_address_in(log))
+            server = S3Server(_address_in(log), pid=process.pid)
             drain.start()
             server.client().create_bucket(Bucket=BUCKET)
             yield server

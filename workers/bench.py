@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
@@ -16,6 +16,9 @@ from jobs.errors import UsageError
 from jobs.profile import Profile, profile_path
 from jobs.settings import settings
 from jobs.storage import Stores
+
+if TYPE_CHECKING:
+    from workers.bench_jobs import JobsBench
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -38,9 +41,22 @@ def jobs(
     if json:
         print_json(found.as_dict())
         return
-    table = Table("stage", Column("seconds", justify="right"), Column("rows/s", justify="right"), box=None)
+    print_jobs_bench(found)
+
+
+def print_jobs_bench(found: "JobsBench") -> None:
+    """A line for each stage: its time, and the CPU time for each row, of whom and of all."""
+    who = list(found.total.cpu)
+    names = ("seconds", "rows/s", *(f"µs CPU: {name}" if name == who[0] else name for name in who), "all")
+    table = Table("stage", *(Column(name, justify="right") for name in names), box=None)
     for stage in (*found.stages, found.total):
-        table.add_row(stage.name, f"{stage.seconds:,.2f}", f"{stage.rows_per_second:,.0f}")
+        cpu = [*stage.cpu.values(), sum(stage.cpu.values())]
+        table.add_row(
+            stage.name,
+            f"{stage.seconds:,.2f}",
+            f"{stage.rows_per_second:,.0f}",
+            *(f"{seconds / found.rows * 1e6:,.1f}" for seconds in cpu),
+        )
     stdout.print(table)
     stdout.print(
         f"{found.rows:,} rows, {decimal(found.input_bytes)}; {found.workers} worker process(es), {found.storage}; "

@@ -1,25 +1,26 @@
 """The job plane without a model: how many rows a second go from submit to manifest on this machine.
 
-Valkey, the store, the ledger, slots and files are real; workers are processes of their own, and the engine in each is
-a stub in a thread. Celery is left out: it carries a token a slot, and no rows.
+Valkey, the store, the ledger, slots, files and pipes are real; workers are processes of their own, and so are their
+engines, which are stubs. Celery is left out: it carries a token a slot, and no rows.
 """
 
 import multiprocessing
 import resource
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Barrier
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 from threading import BrokenBarrierError
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
 
 from engine.config import EngineConfig
-from engine.process import EngineProcess
 from jobs.broker import Tokens, make_app
 from jobs.connection import connect
 from jobs.control import Control
@@ -36,22 +37,26 @@ from jobs.submit import enter, prepare
 from workers.app import slot_context, slots_for
 from workers.host import EngineHost
 from workers.slot import work
-from workers.stub_engine import StubEngine
+from workers.stub_engine import StubProcess
 
 _MODEL = "stub"
 _ROWS_IN_A_STEP = 256
 _ANSWER_LIMIT = 16
-_START_S, _POLL_S = 120, 0.005
+_START_S, _POLL_S = 120, 0.2
 _TEXT = "How many of the seven books on the second shelf would be left if Ada took every other one of them home? " * 2
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of the way: what it took, by the clock."""
+    """One part of the way: what it took by the clock, and of whose CPU time, in seconds.
+
+    On a machine that others use as well, the CPU time tells more than the clock.
+    """
 
     name: str
     seconds: float
     rows_per_second: float
+    cpu: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,65 +73,128 @@ class JobsBench:
     @property
     def total(self) -> Stage:
         seconds = sum(stage.seconds for stage in self.stages)
-        return Stage("submit to manifest", seconds, self.rows / seconds)
+        cpu = {name: sum(stage.cpu[name] for stage in self.stages) for name in self.stages[0].cpu}
+        return Stage("submit to manifest", seconds, self.rows / seconds, cpu)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "total": asdict(self.total)}
 
 
 class _Stopwatch:
-    def __init__(self, rows: int) -> None:
+    """Times stages; `processes` are those whose CPU time is told, by name."""
+
+    def __init__(self, rows: int, processes: Mapping[str, Sequence[psutil.Process]]) -> None:
         self._rows = rows
+        self._processes = processes
         self.stages: list[Stage] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
+        began, before = time.monotonic(), self._cpu()
         yield
-        seconds = time.monotonic() - began
-        self.stages.append(Stage(name, seconds, self._rows / seconds))
+        seconds, after = time.monotonic() - began, self._cpu()
+        cpu = {name: after[name] - before[name] for name in after}
+        self.stages.append(Stage(name, seconds, self._rows / seconds, cpu))
+
+    def _cpu(self) -> dict[str, float]:
+        return {name: sum(map(_cpu_seconds, processes)) for name, processes in self._processes.items()}
 
 
-def bench_jobs(rows: int, workers: int, settings: Settings) -> JobsBench:
-    """Run a job of so many rows in `settings.state_dir`, with a Valkey of its own. Raises JobFailed if it loses any."""
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def bench_jobs(rows: int, workers: int, settings: Settings, servers: Mapping[str, int] | None = None) -> JobsBench:
+    """Run a job of so many rows in `settings.state_dir`, with a Valkey of its own, and remove what it put in storage.
+
+    `servers` are processes, by name and id, whose CPU time counts too. Raises JobFailed if rows are lost.
+    """
     source = settings.state_dir / "input.jsonl"
     _write_input(source, rows)
-    context = multiprocessing.get_context("spawn")
-    ready = context.Barrier(workers + 1)
     with Supervisor(settings.state_dir / "log", grace=settings.stop_grace) as supervisor:
         supervisor.start(valkey_child(settings))
-        ledger, stores = Ledger(connect(settings.ledger_url)), Stores(settings)
-        tokens = Tokens(make_app(settings))
-        control = Control(ledger, stores, tokens, settings)
-        processes = [context.Process(target=_serve, args=(settings, ready), daemon=True) for _ in range(workers)]
-        for process in processes:
-            process.start()
-        watch = _Stopwatch(rows)
-        with watch.stage("submit"):
-            spec = prepare(
-                str(source),
-                model=_MODEL,
-                stores=stores,
-                settings=settings,
-                rows=RecordRows(prompt_column="prompt"),
-                sampling=Sampling(max_tokens=_ANSWER_LIMIT),
+        with _Workers(workers, settings) as crew:
+            watch = _Stopwatch(
+                rows,
+                {
+                    "bench": [psutil.Process()],
+                    "workers": crew.processes,
+                    "engines": [engine for process in crew.processes for engine in process.children()],
+                    "valkey": [psutil.Process(supervisor.pid("valkey"))],
+                    **{name: [psutil.Process(pid)] for name, pid in (servers or {}).items()},
+                },
             )
-            enter(spec, ledger, stores, tokens)
-        with watch.stage("plan"):
-            control.plan(spec.id)
+            _run(source, rows, settings, crew, watch)
+    return JobsBench(rows, source.stat().st_size, workers, settings.storage_url, tuple(watch.stages), _peak_bytes())
+
+
+def _run(source: Path, rows: int, settings: Settings, crew: "_Workers", watch: _Stopwatch) -> None:
+    ledger, stores = Ledger(connect(settings.ledger_url)), Stores(settings)
+    tokens = Tokens(make_app(settings))
+    control = Control(ledger, stores, tokens, settings)
+    with watch.stage("submit"):
+        spec = prepare(
+            str(source),
+            model=_MODEL,
+            stores=stores,
+            settings=settings,
+            rows=RecordRows(prompt_column="prompt"),
+            sampling=Sampling(max_tokens=_ANSWER_LIMIT),
+        )
+        enter(spec, ledger, stores, tokens)
+    with watch.stage("plan"):
+        control.plan(spec.id)
+    with watch.stage("run"):
+        crew.work()
+    with watch.stage("assemble"):
+        control.assemble(spec.id)
+    _check(spec, rows, ledger)
+    stores.delete(info.url for info in stores.list(f"{spec.layout.root}/"))
+
+
+class _Workers:
+    """Worker processes in which an interpreter and an engine have started, which is not what is measured.
+
+    They stay until the end of the block, so that their CPU time can be read.
+    """
+
+    def __init__(self, count: int, settings: Settings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ready, self._go, self._leave = context.Barrier(count + 1), context.Event(), context.Event()
+        self._idle = [context.Event() for _ in range(count)]
+        self._processes = [
+            context.Process(target=_serve, args=(settings, self._ready, self._go, idle, self._leave), daemon=True)
+            for idle in self._idle
+        ]
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        return [psutil.Process(process.pid) for process in self._processes]
+
+    def work(self) -> None:
+        """Let them work until no shard is ready. Raises JobFailed if one ends before."""
+        self._go.set()
+        for process, idle in zip(self._processes, self._idle, strict=True):
+            while not idle.wait(_POLL_S):
+                if not process.is_alive():
+                    raise JobFailed("A worker process has ended before the job.")
+
+    def __enter__(self) -> Self:
+        for process in self._processes:
+            process.start()
         try:
-            # Interpreters that start are not what is measured.
-            ready.wait(_START_S)
+            self._ready.wait(_START_S)
         except BrokenBarrierError as error:
             raise JobFailed("A worker process did not start.") from error
-        with watch.stage("run"):
-            _await_end(spec, ledger, processes)
-        with watch.stage("assemble"):
-            control.assemble(spec.id)
-        _check(spec, rows, ledger)
-        for process in processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave.set()
+        for process in self._processes:
             process.join()
-    return JobsBench(rows, source.stat().st_size, workers, settings.storage_url, tuple(watch.stages), _peak_bytes())
 
 
 def _write_input(path: Path, rows: int) -> None:
@@ -136,28 +204,21 @@ def _write_input(path: Path, rows: int) -> None:
             file.write(dumps({"id": row, "prompt": f"{row}: {_TEXT}"}) + b"\n")
 
 
-def _await_end(spec: JobSpec, ledger: Ledger, processes: Sequence[BaseProcess]) -> None:
-    while ledger.state(spec.id) == "in_progress":
-        if not any(process.is_alive() for process in processes):
-            raise JobFailed("The worker processes have ended before the job.")
-        time.sleep(_POLL_S)
-
-
-def _serve(settings: Settings, ready: Barrier) -> None:
+def _serve(settings: Settings, ready: Barrier, go: Event, idle: Event, leave: Event) -> None:
     """A worker's process: slots, heartbeat and host as in `pagemill worker`."""
-    config = EngineConfig(_MODEL, max_num_seqs=_ROWS_IN_A_STEP)
-    host = EngineHost(config, cast(type[EngineProcess], StubEngine))
+    host = EngineHost(EngineConfig(_MODEL, max_num_seqs=_ROWS_IN_A_STEP), StubProcess)
     info = host.start()
     slots = slots_for(_ROWS_IN_A_STEP)
     ledger = Ledger(connect(settings.ledger_url))
     context = slot_context(settings, ledger, Tokens(make_app(settings)), host, info, _MODEL, slots)
     context.heartbeat.start()
-    threads = [threading.Thread(target=work, args=(_MODEL, context)) for _ in range(slots)]
     ready.wait(_START_S)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    go.wait()
+    with ThreadPoolExecutor(slots) as pool:
+        for slot in [pool.submit(work, _MODEL, context) for _ in range(slots)]:
+            slot.result()
+    idle.set()
+    leave.wait()
     context.heartbeat.stop()
     host.stop()
 

@@ -1,59 +1,58 @@
-"""An engine without a model, to measure everything around it: it answers every request with the same few tokens."""
+"""An engine without a model, to measure everything around it: it answers every request with the same few tokens.
 
-import threading
-from collections.abc import Callable, Sequence
+It is a process behind a pipe as the engine is, with the engine's own loop.
+"""
+
+from collections.abc import Iterable
 
 from engine.config import EngineConfig
-from engine.errors import EngineDied
 from engine.info import EngineInfo, EngineStats
 from engine.messages import NewRequest
 from engine.outputs import CompletionOutput, EngineOutput, RequestOutput
+from engine.process import EngineProcess
+from engine.process_loop import serve
 
-_ANSWER = (CompletionOutput(0, "An answer of a few words, as many would be.", tuple(range(8)), "stop"),)
-_PROMPT = tuple(range(16))
+_ANSWER_TOKENS = 8
 
 
-class StubEngine:
-    """The surface of `EngineProcess`, in a thread: a step answers all that has been asked since the last one."""
+class StubProcess(EngineProcess):
+    _child_main = "workers.stub_engine"
 
-    def __init__(self, config: EngineConfig, on_outputs: Callable[[list[EngineOutput]], None]) -> None:
-        self.died = threading.Event()
-        self.death: EngineDied | None = None
-        self.pid: int | None = None
-        self._config = config
-        self._on_outputs = on_outputs
-        self._asked: list[NewRequest] = []
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="stub-engine", daemon=True)
 
-    def start(self, timeout_s: float = 600) -> EngineInfo:
-        self._thread.start()
-        rows = self._config.max_num_seqs or 256
-        return EngineInfo(self._config.model, "none", "stub", 4096, rows, 8192, 32000, 1, 32)
+class StubCore:
+    """The surface of `EngineCore`: a step answers as many requests as there are seats."""
 
-    def submit(self, requests: Sequence[NewRequest]) -> None:
-        with self._changed:
-            self._asked.extend(requests)
-            self._changed.notify()
+    def __init__(self, config: EngineConfig) -> None:
+        self._seats = config.max_num_seqs or 256
+        self.info = EngineInfo(config.model, "none", "stub", 4096, self._seats, 8192, 32000, 1, 32)
+        self._asked: dict[int, NewRequest] = {}
+        self._generated = 0
 
-    def abort(self, indices: Sequence[int]) -> None:
-        """Their answers come anyway, at the next step."""
+    def add_requests(self, requests: Iterable[NewRequest]) -> None:
+        self._asked.update((request.index, request) for request in requests)
+
+    def abort(self, index: int) -> None:
+        """Its answer comes anyway, at the next step."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._asked)
+
+    def step(self) -> list[EngineOutput]:
+        seated = list(self._asked)[: self._seats]
+        for index in seated:
+            del self._asked[index]
+        self._generated += len(seated) * _ANSWER_TOKENS
+        return [_answer_to(index) for index in seated]
 
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(generated_tokens=self._generated)
 
-    def stop(self, timeout_s: float = 5) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        self.died.set()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked or self._stopped)
-                batch, self._asked = self._asked, []
-                if not batch:
-                    return
-            self._on_outputs([RequestOutput(request.index, _PROMPT, _ANSWER) for request in batch])
+def main(file_descriptor: int) -> None:
+    serve(file_descriptor, StubCore)
+
+
+def _answer_to(index: int) -> RequestOutput:
+    text = f"An answer of a few words, the {index}th."
+    return RequestOutput(index, tuple(range(16)), (CompletionOutput(0, text, tuple(range(_ANSWER_TOKENS)), "stop"),))

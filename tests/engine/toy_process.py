@@ -2,10 +2,10 @@
 
 import threading
 
-from engine import process_main
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ModelNotFound
+from engine.process_loop import serve
 from tests.engine.asking import AskingProcess
 from tests.engine.toy import toy_core, toy_limits, toy_runner
 
@@ -48,4 +48,4 @@ def build(config: EngineConfig) -> EngineCore:
 
 
 def main(file_descriptor: int) -> None:
-    process_main.main(file_descriptor, build)
+    serve(file_descriptor, build)
