@@ -1,7 +1,9 @@
 """Repeated custom_ids in a file of any size, in memory that does not grow with it.
 
-digests   ... 17 -4 96 | sorted: -9 -4 2 17 30 96 ... | sorted: ...    runs of a million, in a temporary file
-parts          all runs from -9 to 2 | all from 3 to 30 | ...          held one at a time, and counted
+    digests   ... 17 -4 96 | sorted: -9 -4 2 17 30 96 ... | sorted: ...    runs of 131,072, in a temporary file
+    parts          all runs from -9 to 2 | all from 3 to 30 | ...          held one at a time, and counted
+
+What is counted twice is a hash of an id. The ids themselves are compared when the input is read again.
 """
 
 import os
@@ -12,7 +14,7 @@ from bisect import bisect_left
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_RUN = 1 << 20
+_RUN = 1 << 17
 _BATCH = 1 << 10
 _PARTS = 256
 _SIZE = 8
@@ -29,7 +31,7 @@ class IdDigests:
         self._names: list[str] = []
         self._recent = array("q")
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
-        self._runs: list[list[int]] = []
+        self._runs: list[array[int]] = []
         """Where in the file each part of a run begins, and where the last one ends, in hashes."""
 
     def add(self, custom_id: str) -> None:
@@ -57,7 +59,8 @@ class IdDigests:
     def _end_run(self) -> None:
         run = _of(_numbers(self._recent).sort())
         start = self._runs[-1][-1] if self._runs else 0
-        self._runs.append([start, *(start + bisect_left(run, edge) for edge in _EDGES), start + len(run)])
+        edges = [start, *(start + bisect_left(run, edge) for edge in _EDGES), start + len(run)]
+        self._runs.append(array("q", edges))
         self._file.write(run)
         self._file.flush()
         self._recent = array("q")

@@ -5,7 +5,7 @@ to retry. A column is read through a buffer, never a row group at once: groups o
 """
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,8 +20,11 @@ MAX_GROUP_BYTES = 32 << 20
 MAX_GROUP_ROWS = 50_000
 """A shard within a group is reached by decoding the group from its start: larger ones are cut by the planner first."""
 
-_BATCH_BYTES = 8 << 20
+_BATCH_BYTES = 2 << 20
 _MAX_BATCH_ROWS = 1024
+_MAX_ROWS_AT_ONCE = 64
+"""Decoded by Arrow in one piece. How large they will be no file says: a value of a dictionary takes its room once in
+the file, and once for each of its rows in memory."""
 _ALL_BUFFERS = 64 << 20
 _MAX_BUFFER, _MIN_BUFFER = 4 << 20, 64 << 10
 # What Arrow raises for wrong bytes: names that are not UTF-8 are ValueErrors, lengths that are absurd the last two.
@@ -124,9 +127,11 @@ class ParquetReader:
     def _group_batches(self, group: int, first: int, start: int, end: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         meta = self._parquet.metadata.row_group(group)
         # Of all columns, and not of those that are read: to ask a damaged file for those ends the process.
-        size = min(max(_BATCH_BYTES * meta.num_rows // max(meta.total_byte_size, 1), 1), _MAX_BATCH_ROWS)
+        size = min(max(_BATCH_BYTES * meta.num_rows // max(meta.total_byte_size, 1), 1), _MAX_ROWS_AT_ONCE)
         with self.explained():
-            for batch in self._parquet.iter_batches(size, row_groups=[group], columns=self._columns, use_threads=False):
+            for batch in _joined(
+                self._parquet.iter_batches(size, row_groups=[group], columns=self._columns, use_threads=False)
+            ):
                 skip = max(start - first, 0)
                 if skip < batch.num_rows:
                     yield first + skip, batch.slice(skip, min(end, first + batch.num_rows) - first - skip)
@@ -147,6 +152,20 @@ class ParquetReader:
                 code="corrupt_input",
                 hint="Make or copy the file again.",
             ) from error
+
+
+def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in larger batches, where they are small: each batch has a cost of its own."""
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        held.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= _MAX_BATCH_ROWS or size >= _BATCH_BYTES:
+            yield pa.concat_batches(held)
+            held, rows, size = [], 0, 0
+    if held:
+        yield pa.concat_batches(held)
 
 
 def common_schema(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:

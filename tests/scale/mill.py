@@ -72,14 +72,19 @@ class Mill:
         view = self._wait(job_id, timeout_s, "ended", lambda view: view.terminal)
         manifest = Manifest.model_validate_json(self._stores.read(self._ledger.spec(job_id).layout.manifest))
         assert (view.state, view.done, manifest.output.lines) == ("completed", view.rows, view.rows), view
-        workers = {f"worker {number}": peak_bytes(worker.pid) for number, worker in enumerate(self._workers)}
+        peaks = {"submit": submit_peak, "control": peak_bytes(self._control.pid)}
+        for number, worker in enumerate(self._ledger.workers()):
+            peaks |= {
+                f"worker {number}": peak_bytes(worker.pid),
+                f"engine {number}": peak_bytes(worker.engine_pid or 0),
+            }
         return Measured(
             rows=view.done,
             input_bytes=source.stat().st_size,
             shards=len(manifest.segments),
             planning_cpu_s=planning_cpu_s,
             planning_peak=planning_peak,
-            peaks={"submit": submit_peak, "control": peak_bytes(self._control.pid), **workers},
+            peaks=peaks,
             ledger_bytes=ledger_bytes,
             seconds={
                 "plan": planned - began,
