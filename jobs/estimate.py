@@ -123,7 +123,7 @@ def estimate(
     """
     planned = plan(spec, stores, limits, on_progress)
     shards = _spread(planned, max_rows)
-    capacity = capacity or (profile and profile.capacity)
+    capacity = capacity or (profile.capacity if profile else None)
     count = _Count(capacity.block_size if capacity else _DEFAULT_BLOCK, mean_answer)
     rows = (found for shard in shards for found in shard_rows(spec, stores, shard))
     good = ((found.index, found.row) for found in rows if isinstance(found.row, Row))
