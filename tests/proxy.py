@@ -1,5 +1,6 @@
 """A TCP proxy that a test sets between a client and a server, and the ways in which a network fails."""
 
+import random
 import socket
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ class _Link:
         self.client, self.server = client, server
         self.doomed = False
         """The next answer is not delivered: the connection is cut instead."""
+        self.reads = False
+        """What was asked last is a GET."""
 
     def cut(self) -> None:
         for end in (self.client, self.server):
@@ -38,6 +41,9 @@ class TcpProxy:
         self._cuts: deque[int] = deque()
         self._doomed: deque[bytes] = deque()
         self._delay_s = 0.0
+        self._cut_share, self._random = 0.0, random.Random(0)
+        self._holds = b""
+        self._came, self._released = threading.Event(), threading.Event()
         self._swallows = self._refuses = False
         self._woken = threading.Event()
         self.connections_cut = self.replies_dropped = self.bytes_swallowed = self.connections_refused = 0
@@ -72,6 +78,27 @@ class TcpProxy:
             self._doomed.extend(needles)
 
     @contextmanager
+    def cutting_reads(self, share: float, seed: int) -> Iterator[None]:
+        """Of the pieces in which answers to GETs come, that share breaks off at a random byte, and the connection."""
+        self._cut_share, self._random = share, random.Random(seed)
+        try:
+            yield
+        finally:
+            self._cut_share = 0.0
+
+    @contextmanager
+    def holding(self, needle: bytes) -> Iterator[threading.Event]:
+        """Requests with that in them do not reach the server until the block ends. The event says that one has come."""
+        self._came.clear()
+        self._released.clear()
+        self._holds = needle
+        try:
+            yield self._came
+        finally:
+            self._holds = b""
+            self._released.set()
+
+    @contextmanager
     def black_hole(self) -> Iterator[None]:
         """Nothing passes, and nobody is told. What connections there are when it ends have lost bytes, and are cut."""
         self._swallows = True
@@ -102,6 +129,7 @@ class TcpProxy:
 
     def close(self) -> None:
         self._woken.set()
+        self._released.set()
         self._listener.close()
         self.cut_all()
 
@@ -137,7 +165,9 @@ class TcpProxy:
                 if self._swallows:
                     self.bytes_swallowed += len(data)
                 elif not is_answer:
+                    link.reads = data.startswith(b"GET ")
                     self._doom(link, data)
+                    self._hold(data)
                     sink.sendall(data)
                 elif not self._answer(link, data):
                     break
@@ -154,6 +184,11 @@ class TcpProxy:
                     link.doomed = True
                     return
 
+    def _hold(self, data: bytes) -> None:
+        if self._holds and self._holds in data:
+            self._came.set()
+            self._released.wait()
+
     def _answer(self, link: _Link, data: bytes) -> bool:
         """Passes an answer on. False if the connection is to be cut."""
         if link.doomed:
@@ -162,12 +197,15 @@ class TcpProxy:
             return False
         if self._delay_s:
             self._woken.wait(self._delay_s)
-        passed = self._passed(len(data))
+        passed = self._passed(link, len(data))
         link.client.sendall(data[:passed])
         return passed == len(data)
 
-    def _passed(self, size: int) -> int:
+    def _passed(self, link: _Link, size: int) -> int:
         with self._lock:
+            if link.reads and self._random.random() < self._cut_share:
+                self.connections_cut += 1
+                return self._random.randrange(size)
             if not self._cuts:
                 return size
             if self._cuts[0] >= size:

@@ -197,7 +197,9 @@ class Fleet:
 
     def submit(self, rows: int = 24, **options: Any) -> Job:
         """The same, entered; see `prepare`."""
-        job = self.prepare(rows, **options)
+        return self.enter(self.prepare(rows, **options))
+
+    def enter(self, job: Job) -> Job:
         enter(job.spec, self.ledger, self.stores, self.tokens)
         return job
 

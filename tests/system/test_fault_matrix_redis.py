@@ -15,7 +15,6 @@ import pytest
 from jobs.broker import CONTROL_QUEUE, queue_key
 from jobs.errors import LedgerFull, ObjectNotFound
 from jobs.recover import lost_jobs
-from jobs.submit import enter
 from tests.proxy import tcp_proxy
 from tests.servers import ValkeyServer
 from tests.system.fleet import END_S, SHARD_ROWS, Fleet, Job, Process
@@ -116,7 +115,7 @@ def test_14_a_full_valkey_refuses_jobs_and_keeps_those_it_has(fleet: Fleet, own_
         wait_for_line(process, "used memory > 'maxmemory'")
     refused = fleet.prepare()
     with pytest.raises(LedgerFull, match=r"1,000,000 bytes"):
-        enter(refused.spec, fleet.ledger, fleet.stores, fleet.tokens)
+        fleet.enter(refused)
     own_valkey.client.config_set("maxmemory", 0)
     fleet.finished(job)
     assert all_alive(fleet)
