@@ -1,12 +1,13 @@
 # make demo    install and run one real job on a real model
 # make test    install and pass the tests
+# make soak    break a fleet at random for SECONDS (1800) and check every job; SEED=... repeats one
 # make lint    ruff, mypy and the import directions
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow soak lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +41,10 @@ test: $(VENV)/test.installed
 
 test-slow: $(VENV)/test.installed
 	$(BIN)/pytest -m slow
+
+SECONDS ?= 1800
+soak: $(VENV)/test.installed
+	$(BIN)/python -m tests.system.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -36,16 +36,16 @@ def check(
     Raises AssertionError with what is wrong; BrokenPromise came up where the history was read.
     """
     manifest = Manifest.model_validate_json(stores.read(spec.layout.manifest))
-    assert manifest.state == ending
+    _same("the state", manifest.state, ending)
     done = _check_segments(spec, manifest, stores, rows=len(prompts))
     if ending == "completed":
-        assert done == list(range(len(prompts)))
+        _same("the rows that are done", done, list(range(len(prompts))))
     expected = dict(errors or {})
-    rows = range(len(prompts)) if _is_there(stores, spec.layout.plan) else range(0)
-    assert (manifest.rows, manifest.ok, manifest.failed) == (
-        len(rows),
-        len([row for row in done if row not in expected]),
-        len([row for row in done if row in expected]),
+    rows = range(len(prompts) if manifest.rows or "in_progress" in history.states(spec.id) else 0)
+    _same(
+        "rows, answers and errors",
+        (manifest.rows, manifest.ok, manifest.failed),
+        (len(rows), len([row for row in done if row not in expected]), len([row for row in done if row in expected])),
     )
     _check_output(spec, manifest, prompts, done, expected, stores)
     failed = {index: expected[index] for index in done if index in expected}
@@ -63,12 +63,12 @@ def _check_segments(spec: JobSpec, manifest: Manifest, stores: Stores, rows: int
     """The rows of the manifest's segments, whose objects are there as they were put."""
     done: list[int] = []
     shards = [segment.shard for segment in manifest.segments]
-    assert shards == sorted(set(shards))
+    _same("the shards", shards, sorted(set(shards)))
     for segment in manifest.segments:
         _check_objects(spec, segment.shard, segment.record, stores)
-        assert segment.record.ok + segment.record.failed == segment.rows
+        _same(f"the rows of shard {segment.shard}", segment.record.ok + segment.record.failed, segment.rows)
         done.extend(range(segment.first_row, segment.first_row + segment.rows))
-    assert done == sorted(set(done)), "a row is in two segments"
+    _same("the rows of all segments", done, sorted(set(done)))
     assert not done or done[-1] < rows
     return done
 
@@ -78,8 +78,8 @@ def _check_objects(spec: JobSpec, shard: int, record: SegmentRecord, stores: Sto
         if part is None or info is None:
             continue
         data = stores.read(info.url)
-        assert (len(data), hashlib.sha256(data).hexdigest()) == (part.size, part.sha256), info.url
-        assert data.count(b"\n") == part.lines
+        _same(info.url, (len(data), hashlib.sha256(data).hexdigest()), (part.size, part.sha256))
+        _same(f"the lines of {info.url}", data.count(b"\n"), part.lines)
 
 
 def _check_output(
@@ -92,13 +92,12 @@ def _check_output(
 ) -> None:
     data = stores.read(manifest.output.url)
     found = _lines(data)
-    assert (len(data), len(found)) == (manifest.output.size, manifest.output.lines)
-    assert [row.get("prompt") for row in found] == [prompts[index] for index in done]
+    _same("size and lines of the output", (len(data), len(found)), (manifest.output.size, manifest.output.lines))
+    _same("the prompts of the output", [row.get("prompt") for row in found], [prompts[index] for index in done])
     for index, row in zip(done, found, strict=True):
-        if index in errors:
-            assert (row["response"], row["error"]["code"]) == (None, errors[index])
-        else:
-            assert (row["response"], row["error"]) == (answer_to(row["prompt"], seed_of(spec.id, index)), None)
+        code = None if row["error"] is None else row["error"]["code"]
+        answer = None if index in errors else answer_to(row["prompt"], seed_of(spec.id, index))
+        _same(f"row {index}", (row["response"], code), (answer, errors.get(index)))
 
 
 def _check_errors(
@@ -106,24 +105,31 @@ def _check_errors(
 ) -> None:
     """The error file has the rows and codes of `failed`, and is not there where there are none."""
     if not failed:
-        assert manifest.errors is None
+        _same("the error file", manifest.errors, None)
         assert not _is_there(stores, spec.error_url), "there is an error file, and no error"
         return
     data = stores.read(spec.error_url)
     found = _lines(data)
-    assert [((row["record"] or {}).get("prompt"), row["error"]["code"]) for row in found] == [
-        (prompts[index], code) for index, code in sorted(failed.items())
-    ]
-    assert manifest.errors == ResultFile(url=spec.error_url, size=len(data), lines=len(found))
+    _same(
+        "the rows of the error file",
+        [((row["record"] or {}).get("prompt"), row["error"]["code"]) for row in found],
+        [(prompts[index], code) for index, code in sorted(failed.items())],
+    )
+    _same("the error file", manifest.errors, ResultFile(url=spec.error_url, size=len(data), lines=len(found)))
 
 
 def _check_remaining(manifest: Manifest, prompts: Sequence[str | None], stores: Stores) -> None:
     """What a job that was stopped has not done can be submitted, in the same order."""
     if manifest.state == "completed":
-        assert manifest.remaining is None
+        _same("the file of what remains", manifest.remaining, None)
         return
-    assert manifest.remaining is not None
-    assert [row.get("prompt") for row in _lines(stores.read(manifest.remaining))] == list(prompts)
+    assert manifest.remaining is not None, "there is no file of what remains"
+    remaining = [row.get("prompt") for row in _lines(stores.read(manifest.remaining))]
+    _same("what remains", remaining, list(prompts))
+
+
+def _same(what: str, found: object, expected: object) -> None:
+    assert found == expected, f"{what}: {found!r}, and not {expected!r}"
 
 
 def _is_there(stores: Stores, url: str) -> bool:

@@ -107,10 +107,15 @@ def test_a_stopped_job_that_kept_its_promises_passes(site: Site, own_valkey: Val
     site.control.assemble(spec.id)
     stopped = Done(site, own_valkey, spec)
     assert stopped.check({}, "cancelled").ok == 4
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="state"):
         stopped.check({}, "expired")
+    rows = stopped.manifest["rows"]
+    stopped.forge_manifest(lambda m: m.update(rows=0))
+    with pytest.raises(AssertionError, match="rows"):
+        stopped.check({}, "cancelled")
+    stopped.forge_manifest(lambda m: m.update(rows=rows))
     site.stores.put(spec.layout.remaining, b"".join(site.stores.read(spec.layout.remaining).splitlines(True)[1:]))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="remains"):
         stopped.check({}, "cancelled")
 
 
