@@ -9,6 +9,7 @@ from uuid import uuid4
 import pytest
 
 from jobs.ledger import Ledger
+from jobs.spec import JobSpec
 from tests import servers
 from tests.jobs.site import Site
 from tests.problems.faulty_worker import FAULT
@@ -41,6 +42,16 @@ def site_on(s3: S3Server, valkey: ValkeyServer, folder: Path, **fields: Any) -> 
     """Jobs in a bucket, in shards of four rows unless `fields` say otherwise."""
     defaults = {"storage": f"s3://{BUCKET}/{uuid4().hex}", "max_shard_rows": SHARD_ROWS, "state_dir": folder}
     return Site.of(s3.settings(redis_url=valkey.url, **{**defaults, **fields}), Ledger(valkey.client))
+
+
+def run_to_its_end(site: Site, spec: JobSpec) -> list[str]:
+    """The answers of a job that somebody has submitted."""
+    site.control.plan(spec.id)
+    site.work(spec)
+    site.control.assemble(spec.id)
+    view = site.ledger.view(spec.id)
+    assert view.state == "completed", view
+    return [row["response"] for row in site.rows(spec.output_url)]
 
 
 def lines_of(fleet: Fleet, url: str) -> list[Any]:

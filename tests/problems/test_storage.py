@@ -19,11 +19,10 @@ from jobs import assemble as assemble_module
 from jobs.assemble import assemble
 from jobs.gc import Collector
 from jobs.records import Manifest
-from jobs.spec import JobSpec
 from jobs.storage import s3 as s3_module
 from jobs.storage.base import MIB
 from tests.jobs.site import Site, prompts
-from tests.problems.conftest import site_on
+from tests.problems.conftest import run_to_its_end, site_on
 from tests.problems.odd_s3 import Environ, OddS3, odd_s3
 from tests.proxy import tcp_proxy
 from tests.servers import BUCKET, S3Server, ValkeyServer
@@ -33,16 +32,6 @@ from tests.servers import BUCKET, S3Server, ValkeyServer
 def store() -> Iterator[OddS3]:
     with odd_s3() as store:
         yield store
-
-
-def run_to_its_end(site: Site, spec: JobSpec) -> list[str]:
-    """The answers of a job that somebody has submitted."""
-    site.control.plan(spec.id)
-    site.work(spec)
-    site.control.assemble(spec.id)
-    view = site.ledger.view(spec.id)
-    assert view.state == "completed", view
-    return [row["response"] for row in site.rows(spec.output_url)]
 
 
 def answers(rows: int) -> list[str]:

@@ -7,17 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jobs.broker import make_app, queue_key
 from jobs.control import Control
-from jobs.records import DeadShard
 from jobs.recover import lost_jobs, recover
 from jobs.spec import JobSpec, Terms
-from jobs.submit import enter
 from tests.problems.conftest import faulty
 from tests.problems.faulty_worker import IN_A_FORK, forbid_forks, hang, stop_consuming
 from tests.system.fleet import END_S, Fleet
@@ -109,24 +106,6 @@ def test_a_worker_that_is_stopped_the_hard_way_gives_back_what_it_holds(
     fleet.worker()
     fleet.finished(job)
     assert set(fleet.tries(job).values()) == {1}
-
-
-def test_a_shard_that_kills_every_worker_is_given_up_after_so_many_tries(fleet: Fleet) -> None:
-    """celery#8610, secator PR#1296: the kernel killed each worker that took a task, the task was handed out again, and
-    nothing counted how often. A worker that is killed reports nothing, so the lease counts."""
-    fleet.control()
-    job = fleet.prepare(rows=4)
-    job = replace(job, spec=job.spec.model_copy(update={"max_tries": 2}))
-    enter(job.spec, fleet.ledger, fleet.stores, fleet.tokens)
-    for _ in range(2):
-        assert fleet.worker("row.asked:kill").wait_for_death() == -signal.SIGKILL
-    fleet.worker("row.asked:kill@9")
-    manifest = fleet.finished(job, errors=dict.fromkeys(range(4), "engine_error"))
-    assert (manifest.ok, manifest.failed) == (0, 4)
-    (record,) = fleet.ledger.records(job.id).values()
-    assert isinstance(record, DeadShard)
-    assert record.tries == 2
-    fleet.finished(fleet.submit(rows=4))
 
 
 def test_a_job_goes_on_elsewhere_after_its_machine_is_lost(fleet: Fleet) -> None:
