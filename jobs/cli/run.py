@@ -21,6 +21,7 @@ from jobs.cli.show import exit_code, follow, print_errors, print_json, stderr, s
 from jobs.cli.terms import RowTermOptions
 from jobs.errors import PagemillError, UsageError
 from jobs.formats.jsonl import iter_lines
+from jobs.local.alone import alone_in
 from jobs.local.supervisor import Supervisor
 from jobs.local.valkey import valkey_child
 from jobs.output import Output, OutputFormat
@@ -51,13 +52,12 @@ def run(
 ) -> None:
     """Run one job here and now: a private Valkey, one worker, a progress bar; cleaned up at the end."""
     folder = state_folder(output)
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
     config = settings().model_copy(update={"state_dir": folder, "redis_url": "", "storage": ""})
-    spec = _spec(source, output, output_format, model, job, row_terms, config)
-    view, client = run_here(spec, config, engine, quiet=json)
-    if view.state in ("completed", "failed"):
-        shutil.rmtree(folder)
+    with alone_in(folder, fresh=fresh):
+        spec = _spec(source, output, output_format, model, job, row_terms, config)
+        view, client = run_here(spec, config, engine, quiet=json)
+        if view.state in ("completed", "failed"):
+            shutil.rmtree(folder)
     _report(view, spec.output, client.stores, show, json)
     raise typer.Exit(exit_code(view))
 

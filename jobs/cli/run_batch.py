@@ -16,6 +16,7 @@ from jobs.cli.show import print_errors, print_json, stdout
 from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, UsageError
 from jobs.formats.jsonl import iter_lines
 from jobs.layout import absolute_url
+from jobs.local.alone import alone_in
 from jobs.settings import settings
 from jobs.spec import JobSpec, OpenAIRows
 from jobs.storage import Stores
@@ -123,26 +124,25 @@ def run_batch(
         raise UsageError(f"--response-role {response_role}: answers are the assistant's here.")
     output_url = absolute_url(output_file)
     folder = state_folder(output_file)
-    if fresh:
-        shutil.rmtree(folder, ignore_errors=True)
     config = settings().model_copy(update={"state_dir": folder, "redis_url": "", "storage": ""})
     stores = Stores(config)
-    stores.check_writable(output_url)
-    spec = prepare(
-        input_file,
-        model=model if revision is None else f"{model}@{revision}",
-        stores=stores,
-        settings=config,
-        rows=OpenAIRows(),
-        on_bad_row="skip",
-        model_aliases=(model, *(served_model_name or ())),
-        # The noise of a row without a seed follows from the job's id and the row's place.
-        job_id=f"run-batch-{seed}",
-    )
-    view, _ = run_here(taken_up(spec, config), config, engine.engine, quiet=json)
-    if view.state == "completed":
-        _write(spec, view.rows or 0, view.output_url, view.error_url, output_url, stores)
-        shutil.rmtree(folder)
+    with alone_in(folder, fresh=fresh):
+        stores.check_writable(output_url)
+        spec = prepare(
+            input_file,
+            model=model if revision is None else f"{model}@{revision}",
+            stores=stores,
+            settings=config,
+            rows=OpenAIRows(),
+            on_bad_row="skip",
+            model_aliases=(model, *(served_model_name or ())),
+            # The noise of a row without a seed follows from the job's id and the row's place.
+            job_id=f"run-batch-{seed}",
+        )
+        view, _ = run_here(taken_up(spec, config), config, engine.engine, quiet=json)
+        if view.state == "completed":
+            _write(spec, view.rows or 0, view.output_url, view.error_url, output_url, stores)
+            shutil.rmtree(folder)
     if json:
         print_json({**view.as_dict(), "output_url": output_url, "error_url": None})
     else:

@@ -4,6 +4,7 @@ import logging
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -12,8 +13,9 @@ from jobs.cli.logs import log_to_stderr
 from jobs.cli.options import EngineOptions, JsonLogs, Model, with_groups
 from jobs.connection import connect
 from jobs.errors import UsageError
+from jobs.local.alone import alone_in
 from jobs.local.supervisor import Child, Supervisor
-from jobs.local.valkey import is_running, valkey_child
+from jobs.local.valkey import valkey_child
 from jobs.settings import Settings, settings
 
 log = logging.getLogger(__name__)
@@ -49,12 +51,13 @@ def up(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with Supervisor(config.state_dir / "log", grace=config.stop_grace) as supervisor:
+    with ExitStack() as stack:
         if config.redis_url:
             connect(config.redis_url).close()
         else:
-            if is_running(config):
-                raise UsageError(f"Another `pagemill up` runs in {config.state_dir}.", hint="Set PAGEMILL_STATE_DIR.")
+            stack.enter_context(alone_in(config.state_dir))
+        supervisor = stack.enter_context(Supervisor(config.state_dir / "log", grace=config.stop_grace))
+        if not config.redis_url:
             supervisor.start(valkey_child(config))
         for child in children(config, model, engine, workers=workers, json_logs=json):
             supervisor.start(child)

@@ -36,8 +36,8 @@ class RowTermOptions:
     dedupe: Annotated[
         Dedupe,
         typer.Option(
-            help="Each worker asks identical rows of a job once. 'exact': those that are greedy, seeded or embedded, so "
-            "that no answer changes. 'all': sampled ones too, and they share one answer.",
+            help="Each worker asks identical rows of a job once. 'exact': those that are greedy, seeded or embedded, "
+            "so that no answer changes. 'all': sampled ones too, and they share one answer.",
             rich_help_panel=_ROWS,
         ),
     ] = "off"

@@ -33,11 +33,6 @@ def valkey_child(settings: Settings) -> Child:
     return Child("valkey", [str(_binary()), *arguments], ready=lambda: _answers(socket))
 
 
-def is_running(settings: Settings) -> bool:
-    """Whether a server answers on the state folder's socket."""
-    return _answers(settings.valkey_socket)
-
-
 def _answers(socket: Path) -> bool:
     client = redis.Redis(unix_socket_path=str(socket), socket_timeout=2)
     try:
