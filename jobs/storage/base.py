@@ -75,7 +75,8 @@ class Store(Protocol):
         """The bytes [start, end) of one version of an object, in pieces of at most `chunk` bytes.
 
         A connection that is cut is taken up at the byte where it broke. Raises ObjectNotFound, and PreconditionFailed
-        where the object is not, or is no longer, the version `etag`.
+        where the object is not, or is no longer, the version `etag`. Of a version that is named, `end` is no more than
+        its size.
         """
         ...
 

@@ -22,6 +22,7 @@ _CREDENTIALS = "PAGEMILL_S3_ACCESS_KEY_ID and PAGEMILL_S3_SECRET_ACCESS_KEY (or 
 _NOT_IMPLEMENTED = 501
 _NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
 _PRECONDITION = {"412", "PreconditionFailed"}
+_OUT_OF_RANGE = {"416", "InvalidRange"}
 _BAD_CREDENTIALS = {
     "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
@@ -88,6 +89,8 @@ def _refused(error: ClientError, operation: str, url: str, endpoint: str) -> Pag
         return NoSuchUpload(f"The upload of {url} is gone ({operation}).")
     if code == "ConditionalRequestConflict":
         return WriteConflict(f"Another write to {url} is under way ({operation}).")
+    if code in _OUT_OF_RANGE:
+        return PreconditionFailed(f"{url} has fewer bytes than the version that was asked for.")
     if code in _PRECONDITION:
         return PreconditionFailed(f"{url} exists already, or has changed ({operation}).")
     if code in _BAD_CREDENTIALS:

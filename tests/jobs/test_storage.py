@@ -97,6 +97,21 @@ def test_a_new_version_is_not_read_as_the_old_one(place: Place) -> None:
         place.stores.read(url, etag=old.etag)
 
 
+@pytest.mark.parametrize("size", [3, 50, 100])
+def test_a_range_of_a_version_that_is_gone_is_no_range_of_the_new_one(place: Place, size: int) -> None:
+    url = place.url("x")
+    old = place.stores.put(url, b"a" * 99)
+    place.stores.put(url, b"b" * size)
+    with pytest.raises(PreconditionFailed):
+        place.stores.read(url, 40, 99, old.etag)
+
+
+def test_a_range_of_a_version_that_is_there_is_read(place: Place) -> None:
+    info = place.stores.put(place.url("x"), b"0123456789")
+    for start, end in [(0, 10), (3, 7), (9, 10), (4, 4)]:
+        assert place.stores.read(info.url, start, end, info.etag) == b"0123456789"[start:end]
+
+
 def test_an_object_that_changes_under_a_stream_ends_it(place: Place) -> None:
     url = place.url("x")
     place.stores.put(url, b"a" * 5000)

@@ -66,6 +66,15 @@ def test_an_answer_cut_anywhere_is_asked_for_again(
     assert proxy.connections_cut == 1
 
 
+def test_a_range_of_a_known_version_takes_one_request(
+    moto_s3: S3Server, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_at(moto_s3)
+    info = store.put(f"{base}/x", b"0123456789")
+    monkeypatch.delattr(S3Object, "head")
+    assert store.read(info.url, 2, 5, info.etag) == b"234"
+
+
 def test_a_stream_that_does_not_get_on_says_that_the_store_is_gone(
     moto_s3: S3Server, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
