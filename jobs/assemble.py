@@ -16,8 +16,9 @@ from jobs.failpoints import failpoint
 from jobs.joining import join_output
 from jobs.layout import JobLayout
 from jobs.ledger import Ending, Ledger
-from jobs.planner import Plan, PlannedRow, Shard, load_plan, raw_lines, shard_rows
+from jobs.planner import Plan, PlannedRow, Shard, load_plan, shard_rows
 from jobs.records import DeadShard, Manifest, ManifestSegment, ResultFile, SegmentRecord, Usage
+from jobs.remaining import write_remaining
 from jobs.results import error_line
 from jobs.retry import KeptAnswers
 from jobs.rows import Row
@@ -211,19 +212,16 @@ def _never_run_line(spec: JobSpec, planned: PlannedRow, ending: Ending) -> bytes
 
 
 def _write_remaining(spec: JobSpec, stores: Stores, planned: Plan, segments: dict[int, SegmentRecord]) -> str | None:
-    """The input's lines that a job which was stopped has not done, as a file that can be submitted.
+    """The rows that a job which was stopped has not done, as a file that can be submitted.
 
     None where the input is no longer the one that was submitted: what is done is kept all the same.
     """
     missing = [shard for shard in planned.shards if shard.index not in segments] if planned.shards else None
     try:
-        with stores.writer(spec.layout.remaining) as writer:
-            for piece in raw_lines(spec, stores, missing):
-                writer.write(piece)
+        return write_remaining(spec, stores, missing)
     except (ObjectNotFound, InputChanged) as error:
         log.warning("job %s: no file of what is left to do: %s", spec.id, error)
         return None
-    return spec.layout.remaining
 
 
 def _publish(stores: Stores, layout: JobLayout, manifest: Manifest) -> Manifest:

@@ -10,7 +10,8 @@
                                                        suffix is the output's, its errors are JSON lines
     jobs/<id>/att/<shard>/<fence>-<attempt>.json       its record, put after both: the segment is whole
     jobs/<id>/orders/                                  what its owner ordered since: see orders.py
-    jobs/<id>/remaining.jsonl                          what a cancelled job has not done, ready to submit
+    jobs/<id>/remaining.jsonl                          what a cancelled job has not done, ready to submit; .parquet
+                                                       where the input is
     jobs/<id>/manifest.json                            written last: what the result consists of
 
 Keys of segments are never used again: the fence only grows, and the attempt is 128 random bits should a ledger that
@@ -71,6 +72,11 @@ class JobLayout:
     @property
     def remaining(self) -> str:
         return f"{self.root}/remaining.jsonl"
+
+    @property
+    def remaining_table(self) -> str:
+        """The same of an input of Parquet."""
+        return f"{self.root}/remaining.parquet"
 
     @property
     def manifest(self) -> str:

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from jobs.errors import RowError
 from jobs.formats.csv_rows import REFUSED
 from jobs.formats.json_keys import count_kept, repeated_key
-from jobs.formats.jsonl import Line
+from jobs.formats.jsonl import Line, dumps
 from jobs.formats.names import compression_of_bytes
 from jobs.openai_rows import MAX_CUSTOM_ID, Request, read_request
 from jobs.pooling import Pooling
@@ -121,6 +121,18 @@ def object_of(data: bytes) -> dict[str, Any] | None:
         return _parse_object(data)[0]
     except RowRefused:
         return None
+
+
+def as_json_line(line: bytes, spec: JobSpec) -> bytes:
+    """The line of a row of CSV as one of JSON lines that makes the same request. One that is refused stays so."""
+    record = object_of(line)
+    if record is None or not isinstance(spec.rows, RecordRows):
+        return line
+    cells = {name: None if record[name] == "" else _parsed(record[name]) for name in SAMPLING_COLUMNS if name in record}
+    column = spec.rows.messages_column
+    if column is not None and column in record:
+        cells[column] = _without_nulls(_parsed(record[column]))
+    return dumps({**record, **cells}) + b"\n"
 
 
 def _read(record: dict[str, Any], spec: JobSpec) -> Request:
