@@ -1,4 +1,4 @@
-"""Who comes first, and what is there twice: priorities, ids, clocks and submissions."""
+"""Who comes first, and who is who: priorities, and jobs of the same moment."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
