@@ -1,13 +1,14 @@
 # make demo    install and run one real job on a real model
 # make test    install and pass the tests
 # make soak    break a fleet at random for SECONDS (1800) and check every job; SEED=... repeats one
+# make scale   measure memory, planning and ledger on jobs of MEGABYTES (5000) of records, of OpenAI lines and of Parquet
 # make lint    ruff, mypy and the import directions
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-slow soak lint format clean
+.PHONY: demo test test-slow soak scale lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -45,6 +46,9 @@ test-slow: $(VENV)/test.installed
 SECONDS ?= 1800
 soak: $(VENV)/test.installed
 	$(BIN)/python -m tests.system.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+scale: $(VENV)/test.installed
+	$(BIN)/python -m tests.scale $(KINDS) $(if $(MEGABYTES),--megabytes $(MEGABYTES))
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
