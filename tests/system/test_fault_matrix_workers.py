@@ -47,6 +47,11 @@ def orphans(fleet: Fleet, job: Job, manifest: Manifest) -> set[str]:
     return found - results
 
 
+def collector(fleet: Fleet) -> Collector:
+    """One that takes for old whatever is there now."""
+    return Collector(fleet.settings.storage_url, fleet.ledger, fleet.stores, before=time.time() + 1)
+
+
 # --- 1 to 5: kill -9, from the token to the acknowledgement ---------------------------------------------------------
 
 
@@ -102,8 +107,7 @@ def test_04_a_worker_killed_between_the_segment_and_its_commit(point: str, fleet
     doomed = fleet.worker(f"{point}:kill", slots=1)
     job = fleet.submit(12)
     killed(doomed)
-    collector = Collector(fleet.settings.storage_url, fleet.ledger, fleet.stores, before=time.time() + 1)
-    assert list(collector.find()) == []
+    assert list(collector(fleet).find()) == []
     fleet.worker()
     manifest = fleet.finished(job)
     lost = orphans(fleet, job, manifest)
@@ -111,7 +115,7 @@ def test_04_a_worker_killed_between_the_segment_and_its_commit(point: str, fleet
     assert all(f"/{0:06}/" in url for url in lost)
     assert fleet.tries(job)[0] == 2
     control.kill()
-    assert {one.what.url for one in collector.collect()} == lost
+    assert {one.what.url for one in collector(fleet).collect()} == lost
     assert orphans(fleet, job, manifest) == set()
     fleet.check(job)
 

@@ -56,9 +56,9 @@ def soak(mill: SoakedMill, seconds: float) -> None:
             mill.submit()
         mill.rest(rng.uniform(0, 1))
         with ExitStack() as stack:
-            for fault in rng.sample(ACTIONS, rng.randint(0, 2)) + rng.sample(OUTAGES, rng.randint(0, 1)):
+            for fault in rng.sample(ACTIONS, rng.randint(0, 3)) + rng.sample(OUTAGES, rng.randint(0, 1)):
                 stack.enter_context(fault(mill))
-            mill.rest(rng.uniform(0.1, 4))
+            mill.rest(rng.uniform(0.1, 3))
         mill.look_after_jobs()
     mill.spared = True
     calm = time.monotonic() + _CALM_S
