@@ -45,8 +45,10 @@ class IdDigests:
         self._end_run()
         found = array("q")
         for part in range(_PARTS):
-            pieces = [self._read(run[part], run[part + 1]) for run in self._runs]
-            counts = pc.value_counts(_numbers(b"".join(pieces)))
+            hashes = b"".join(self._read(run[part], run[part + 1]) for run in self._runs)
+            if len(hashes) <= _SIZE:
+                continue  # as nearly all are of a small job
+            counts = pc.value_counts(_numbers(hashes))
             found.extend(_of(counts.field(0).filter(pc.greater(counts.field(1), 1)).sort()))
         return found
 
