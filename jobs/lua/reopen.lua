@@ -10,7 +10,7 @@ redis.call('HDEL', KEYS[4], ARGV[2])
 local counters = {'done', 'failed', 'prompt_tokens', 'completion_tokens', 'cached_tokens'}
 for i, counter in ipairs(counters) do redis.call('HINCRBY', KEYS[1], counter, -ARGV[3 + i]) end
 redis.call('HINCRBY', KEYS[1], 'settled', -1)
-redis.call('HSET', KEYS[1], 'state', 'in_progress')
+if state ~= 'in_progress' then redis.call('HSET', KEYS[1], 'state', 'in_progress') end
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[2])
 requeue(ARGV[1])
 return 1
