@@ -88,7 +88,7 @@ class TcpProxy:
 
     @contextmanager
     def holding(self, needle: bytes) -> Iterator[threading.Event]:
-        """Requests with that in them do not reach the server until the block ends. The event says that one has come."""
+        """The next request with that in it does not reach the server until the block ends. The event says that it came."""
         self._came.clear()
         self._released.clear()
         self._holds = needle
@@ -185,9 +185,12 @@ class TcpProxy:
                     return
 
     def _hold(self, data: bytes) -> None:
-        if self._holds and self._holds in data:
-            self._came.set()
-            self._released.wait()
+        with self._lock:
+            if not self._holds or self._holds not in data:
+                return
+            self._holds = b""
+        self._came.set()
+        self._released.wait()
 
     def _answer(self, link: _Link, data: bytes) -> bool:
         """Passes an answer on. False if the connection is to be cut."""
