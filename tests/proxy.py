@@ -88,7 +88,7 @@ class TcpProxy:
 
     @contextmanager
     def holding(self, needle: bytes) -> Iterator[threading.Event]:
-        """The next request with that in it does not reach the server until the block ends. The event says that it came."""
+        """The next request with that in it reaches the server when the block ends. The event says that it has come."""
         self._came.clear()
         self._released.clear()
         self._holds = needle
