@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 from engine.info import EngineStats
 from engine.outputs import EngineOutput
+from engine.packed import packed
 from engine.pooling.params import PoolingParams
 from engine.pooling.prompts import PoolingPrompt
 from engine.sampling.params import SamplingParams
 
 
+@packed
 @dataclass(frozen=True, slots=True)
 class NewRequest:
     """`index` is the caller's, unique among the requests in the engine. Only requests of one `salt` share KV blocks.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from engine.errors import RequestError
+from engine.packed import packed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "error", "abort"]
 
 
+@packed
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The log-probability of one token at one position, as the model gave it before any rule of the request.
@@ -34,6 +36,7 @@ class TokenLogprob:
     top: tuple["TokenLogprob", ...] = ()
 
 
+@packed
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One continuation of a prompt.
@@ -58,6 +61,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
 
 
+@packed
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one request. A bad request yields one as well, with `error` set: it never raises, so that

@@ -1,5 +1,6 @@
 """What the ledger and the manifest say of finished work."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -18,7 +19,9 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Usage(_Frozen):
+# Not a model: rows have one each, which the checks of a model would make dear.
+@dataclass(frozen=True, slots=True)
+class Usage:
     """Tokens; the cached ones are among the prompt's."""
 
     prompt_tokens: int = 0

@@ -77,7 +77,7 @@ class Report:
         work = asdict(self)["work"]
         if self.work and self.work.load:
             work["load"] = self.work.load.model_dump()
-        return {**asdict(self), "usage": self.usage.model_dump(), "work": work}
+        return {**asdict(self), "work": work}
 
 
 def report(spec: JobSpec, ledger: Ledger, stores: Stores, gpu_hour_price: float | None = None) -> Report:

@@ -1,5 +1,6 @@
 """The two kinds of worker: one serves a model, the other plans, assembles and sweeps. Both are Celery workers."""
 
+import gc
 import logging
 import math
 import os
@@ -67,6 +68,7 @@ def serve_model(
             work(model, context)
 
         context.heartbeat.start()
+        settle_in()
         log.info("serving %s (%s on %s) with %d slots", served_name, info.dtype, info.device, slots)
         try:
             return _run(app, settings, ledger, model_queue(served_name), slots, context.stopping.set)
@@ -89,6 +91,14 @@ def serve_control(settings: Settings) -> int:
         return _run(app, settings, ledger, CONTROL_QUEUE, _CONTROL_SLOTS, lambda: None)
     finally:
         sweeper.stop()
+
+
+def settle_in() -> None:
+    """Leave alone what is there when work begins, which stays for good: the garbage collector would go through all of
+    it for every few thousand rows.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def slots_for(max_num_seqs: int) -> int:

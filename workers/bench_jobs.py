@@ -34,7 +34,7 @@ from jobs.settings import Settings
 from jobs.spec import JobSpec, RecordRows
 from jobs.storage import Stores
 from jobs.submit import enter, prepare
-from workers.app import slot_context, slots_for
+from workers.app import settle_in, slot_context, slots_for
 from workers.host import EngineHost
 from workers.slot import work
 from workers.stub_engine import StubProcess
@@ -212,6 +212,7 @@ def _serve(settings: Settings, ready: Barrier, go: Event, idle: Event, leave: Ev
     ledger = Ledger(connect(settings.ledger_url))
     context = slot_context(settings, ledger, Tokens(make_app(settings)), host, info, _MODEL, slots)
     context.heartbeat.start()
+    settle_in()
     ready.wait(_START_S)
     go.wait()
     with ThreadPoolExecutor(slots) as pool:

@@ -94,8 +94,8 @@ def outcome_of(row: Row, outputs: Sequence[EngineOutput]) -> Outcome:
         if output.error is not None:
             where = f"Input {place}: " if len(outputs) > 1 else ""
             return row_error(row, output.error.code, f"{where}{output.error}", output.error.field)
-    usage = sum(map(_usage, outputs), Usage())
-    first = outputs[0]
+    first, *others = outputs
+    usage = sum(map(_usage, others), _usage(first))
     if isinstance(first, RequestOutput):
         of_prompt = first.prompt_logprobs
         return Completion(
