@@ -55,12 +55,16 @@ _UNDRIVEN = "no control worker plans, assembles and sweeps; start `pagemill work
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One attempt's right to commit one shard, while `fence` is the highest that was handed out for it."""
+    """One attempt's right to commit one shard, while `fence` is the highest that was handed out for it.
+
+    `tries` is how often the shard was handed out, this time among them, less what was given back.
+    """
 
     spec: JobSpec
     shard: Shard
     attempt: str
     fence: int
+    tries: int
 
     @property
     def job_id(self) -> str:
@@ -259,6 +263,12 @@ class Ledger:
             return "expired" if ending else "completed"
         return "cancelled" if state == "cancelling" else None
 
+    def joined_at(self, job_id: str) -> int:
+        """When the results of a job were first joined, in Unix seconds: all who assemble it hear the same from then on."""
+        job = self._key(job_id, "job")
+        self.client.hsetnx(job, "joined_at", str(_now()))
+        return int(cast(str, self.client.hget(job, "joined_at")))
+
     def reopen(self, spec: JobSpec, shard: int, record: SegmentRecord) -> bool:
         """Run a shard again whose committed segment has vanished from storage."""
         raw = self.client.hget(self._key(spec.id, "commit"), str(shard))
@@ -281,9 +291,10 @@ class Ledger:
         reply = self._run("lease", [], args)
         if reply[0] == "empty":
             return None
-        _, job_id, spec, shard, fence, plan = reply
+        _, job_id, spec, shard, fence, plan, tries = reply
         try:
-            return Lease(load_spec(spec, f"What the ledger has of job {job_id}"), load_shard(plan), attempt, int(fence))
+            job = load_spec(spec, f"What the ledger has of job {job_id}")
+            return Lease(job, load_shard(plan), attempt, int(fence), int(tries))
         except UnreadableJob as error:
             self._release(job_id, shard, attempt, str(error), counts=False)
             raise

@@ -33,6 +33,7 @@ from jobs.retry import KeptAnswers
 from jobs.rows import Row
 from jobs.spool import Kept, Spool
 from jobs.storage import Stores
+from workers.company import Company
 from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
 from workers.load import LoadMeter
@@ -47,6 +48,8 @@ _REST_S = 15.0
 _OF_THE_MACHINE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 )
+_TRIES_IN_COMPANY = 2
+"""A shard that has had more may be what kills its workers."""
 # Rows are read and asked for some at a time: enough that a thread is woken for many, few enough that the engine's first
 # does not wait long.
 _ROWS_AT_ONCE = 64
@@ -82,6 +85,7 @@ class SlotContext:
     kept: KeptAnswers
     share: FairShare = EQUAL_SHARES
     outcomes: JobOutcomes = field(default_factory=JobOutcomes)
+    company: Company = field(default_factory=Company)
 
 
 class Stopping:
@@ -121,25 +125,35 @@ class Stopping:
 
 
 def work(model: str, context: SlotContext) -> None:
-    """Run shards of a model's jobs until none is ready, or the worker stops."""
+    """Run shards of a model's jobs until none is ready, or the worker stops.
+
+    A shard that may be what kills its workers is in work alone. It waits for that without a lease: a death of this
+    worker meanwhile would count as another try of it.
+    """
+    alone = False
     while not context.stopping.is_set():
-        try:
-            lease = context.ledger.lease(model, uuid4().hex, context.lease_ttl, context.share)
-        except RedisError as error:
-            log.warning("cannot lease, the ledger does not answer: %s", error)
-            if context.stopping.wait(_RETRY_S):
+        with context.company.join(alone=alone, give_up=context.stopping.is_set) as admitted:
+            if not admitted:
                 return
-            continue
-        except UnreadableJob as error:
-            # Not at once: it may be its turn again, before another worker has taken it.
-            log.error("a shard is left to others: %s", error)
-            context.stopping.wait(_REST_S)
-            continue
-        if lease is None:
-            return
-        failpoint("lease.taken")
-        if not Attempt(lease, context).run():
-            context.stopping.wait(_REST_S)
+            try:
+                lease = context.ledger.lease(model, uuid4().hex, context.lease_ttl, context.share)
+                if lease is None:
+                    return
+                if alone := lease.tries > _TRIES_IN_COMPANY and not alone:
+                    context.ledger.give_back(lease)
+                    continue
+            except RedisError as error:
+                log.warning("cannot lease, the ledger does not answer: %s", error)
+                rest = _RETRY_S
+            except UnreadableJob as error:
+                # Not at once: it may be its turn again, before another worker has taken it.
+                log.error("a shard is left to others: %s", error)
+                rest = _REST_S
+            else:
+                failpoint("lease.taken")
+                rest = 0.0 if Attempt(lease, context).run() else _REST_S
+        if rest:
+            context.stopping.wait(rest)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 -- Hand one shard of a model's jobs to one attempt, with a fence that only grows.
 -- ARGV model, attempt, ttl_ms, now_s, patience_ms, tenant, weight, ... (a tenant that is not listed has the weight 1)
--- Returns {'ok', job, spec, shard, fence, plan}, or {'empty'}. Keys follow from what the queue holds: see queue.lua.
+-- Returns {'ok', job, spec, shard, fence, plan, tries}, or {'empty'}. Keys follow from what the queue holds: see queue.lua.
 -- An attempt that holds a shard gets the same answer again: the first reply may have been lost.
 -- Tries are counted here and not at failure, since a shard that kills its worker never reports one.
 -- The highest priority is served. A lower one that got nothing for patience_ms comes first, at every fourth turn at most.
@@ -14,7 +14,8 @@ local function key(id, name) return 'pm:{' .. id .. '}:' .. name end
 
 local function lease_of(id, shard, fence)
   redis.call('ZADD', key(id, 'leases'), now + ARGV[3], shard)
-  return {'ok', id, redis.call('HGET', key(id, 'job'), 'spec'), shard, fence, redis.call('HGET', key(id, 'shards'), shard)}
+  local spec, plan = redis.call('HGET', key(id, 'job'), 'spec'), redis.call('HGET', key(id, 'shards'), shard)
+  return {'ok', id, spec, shard, fence, plan, redis.call('HGET', key(id, 'tries'), shard)}
 end
 
 -- The level whose turn it is.

@@ -282,7 +282,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 level.charge(job)
             self.refresh(job)
             if shard is not None:
-                assert lease == Lease(job.spec, shards(job.size)[shard], f"attempt-{self.attempts}", job.fence)
+                attempt = f"attempt-{self.attempts}"
+                assert lease == Lease(job.spec, shards(job.size)[shard], attempt, job.fence, job.tries[shard])
                 job.owners[shard] = lease
                 return lease
         assert lease is None

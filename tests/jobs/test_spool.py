@@ -41,7 +41,7 @@ def stores() -> Stores:
 
 def lease_in(folder: Path, **fields: Any) -> Lease:
     spec = record_spec(storage_url=f"file://{folder}/store", **fields)
-    return Lease(spec, shards(3)[2], "attempt", 7)
+    return Lease(spec, shards(3)[2], "attempt", 7, 1)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ seconds in the product are fractions of one.
 
 import os
 import runpy
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from workers import host, slot
 
 FAULTS = "PAGEMILL_TEST_FAULTS"
 CLOCK, DISK_FULL, NO_ENGINE = "clock", "disk-full", "no-engine"
+LETHAL = "lethal"
+"""A row with that in its prompt kills the worker itself when it is answered. No file switches this on."""
 
 _real_time = time.time
 
@@ -37,6 +40,15 @@ def _on_a_full_disk(opened: Callable[..., Any]) -> Callable[..., Any]:
     return lambda path, *rest: opened(Path("/dev/full") if (_faults() / DISK_FULL).exists() else path, *rest)
 
 
+def _die_of_it(outcome_of: Callable[..., Any]) -> Callable[..., Any]:
+    def of(row: Any, outputs: Any) -> Any:
+        if LETHAL in str(row):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return outcome_of(row, outputs)
+
+    return of
+
+
 class _UnstableProcess(stub_engine.StubProcess):
     def start(self, timeout_s: float = 600) -> Any:
         if (_faults() / NO_ENGINE).exists():
@@ -48,6 +60,7 @@ if __name__ == "__main__":
     time.time = _jumped
     spool._opened = _on_a_full_disk(spool._opened)
     stub_engine.StubProcess = _UnstableProcess  # type: ignore[misc]
+    slot.outcome_of = _die_of_it(slot.outcome_of)
     host._RESTART_DELAY_S, host._MAX_RESTART_DELAY_S = 0.05, 0.4
     slot._REST_S = 0.5
     runpy.run_module("tests.system.stub_worker", run_name="__main__")

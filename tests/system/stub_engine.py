@@ -1,7 +1,7 @@
 """An engine process without a model, whose answer to a row is a function of its prompt and its seed.
 
 A row that is lost, doubled, or answered under another's place is therefore seen in the result. What a prompt says can
-kill the process, or be refused.
+kill the process, be refused, or never be answered.
 """
 
 import os
@@ -22,6 +22,7 @@ from engine.process import EngineProcess
 
 POISON = "poison"
 REFUSED = "refused"
+ENDLESS = "endless"
 SEATS = 8
 STEP = "PAGEMILL_TEST_STEP_S"
 """The variable that says how long a step takes."""
@@ -68,7 +69,7 @@ def _serve(connection: Connection, inbox: "SimpleQueue[Any]", step_s: float) -> 
     generated = 0
     pause = threading.Event()
     while True:
-        for message in _drain(inbox, wait=not asked):
+        for message in _drain(inbox, wait=all(ENDLESS in _text(request.prompt) for request in asked.values())):
             match message:
                 case Stop():
                     return
@@ -77,10 +78,10 @@ def _serve(connection: Connection, inbox: "SimpleQueue[Any]", step_s: float) -> 
                 case Abort():
                     for index in message.indices:
                         asked.pop(index, None)
-        if not asked:
+        seated = [request for request in asked.values() if ENDLESS not in _text(request.prompt)][:SEATS]
+        if not seated:
             continue
         pause.wait(step_s)
-        seated = list(asked.values())[:SEATS]
         if any(POISON in _text(request.prompt) for request in seated):
             sys.stderr.write("the stub engine was given poison\n")
             os._exit(66)
