@@ -1,12 +1,12 @@
 """The end of a job: its segments become the output file and the error file, and the manifest says so.
 
-The commit records no longer change when this begins, so the files are a function of them: two assemblers that run at
-once write the same bytes. In order: segments are checked, files are joined, the manifest is written if there is none,
-the ledger is told. A crash between any two is mended by running it again.
+The commit records no longer change when this begins, so files and manifest are a function of them and of the ledger:
+two assemblers that run at once write the same bytes, also where the store lets the second replace what the first wrote.
+In order: segments are checked, files are joined, the manifest is written if there is none, the ledger is told. A crash
+between any two is mended by running it again.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby, islice
@@ -62,7 +62,7 @@ def assemble(spec: JobSpec, ledger: Ledger, stores: Stores, on_progress: Callabl
     failpoint("job.joined")
     view = ledger.view(spec.id)
     times = {name: getattr(view, name) for name in ("in_progress_at", "started_at", "finalizing_at")}
-    manifest = manifest.model_copy(update={**times, "ended_at": int(time.time())})
+    manifest = manifest.model_copy(update={**times, "ended_at": ledger.joined_at(spec.id)})
     published = _publish(stores, spec.layout, manifest)
     failpoint("job.published")
     ledger.finish(published, from_state)

@@ -264,7 +264,7 @@ class Ledger:
         return "cancelled" if state == "cancelling" else None
 
     def joined_at(self, job_id: str) -> int:
-        """When the results of a job were first joined, in Unix seconds: all who assemble it hear the same from then on."""
+        """When the results of a job were first joined, in Unix seconds: the same for all who assemble it."""
         job = self._key(job_id, "job")
         self.client.hsetnx(job, "joined_at", str(_now()))
         return int(cast(str, self.client.hget(job, "joined_at")))

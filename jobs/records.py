@@ -154,7 +154,7 @@ class Manifest(_Frozen):
     A job that was stopped has no segment for the shards that it did not come to. Their rows are neither `ok` nor
     `failed`, and stand in the error file and the remaining file.
 
-    The times are those of `JobView`; `ended_at` is when the manifest was made.
+    The times are those of `JobView`; `ended_at` is when the results were joined.
     """
 
     job_id: str

@@ -7,6 +7,7 @@ local state, ending = unpack(redis.call('HMGET', KEYS[1], 'state', 'ending'))
 if ending or (state ~= 'finalizing' and state ~= 'in_progress') then return 0 end
 redis.call('HDEL', KEYS[3], ARGV[2])
 redis.call('HDEL', KEYS[4], ARGV[2])
+redis.call('HDEL', KEYS[1], 'joined_at')
 local counters = {'done', 'failed', 'prompt_tokens', 'completion_tokens', 'cached_tokens'}
 for i, counter in ipairs(counters) do redis.call('HINCRBY', KEYS[1], counter, -ARGV[3 + i]) end
 redis.call('HINCRBY', KEYS[1], 'settled', -1)
