@@ -25,6 +25,7 @@ from jobs.errors import (
     StorageError,
     UnreadableJob,
 )
+from jobs.failing import Failure, fail, stored_failure
 from jobs.failpoints import failpoint
 from jobs.layout import JobLayout
 from jobs.ledger import Ledger
@@ -60,8 +61,8 @@ class Control:
         In order: plan.jsonl is written, the shards are entered, the job is opened, tokens are sent. A crash between any
         two leaves the job `validating`, and the next call does all of it again to the same effect.
 
-        Storage is believed before the ledger, which may be a new one: a job that has a manifest has ended, a plan that
-        is there stands, and whole segments of its shards are taken over.
+        Storage is believed before the ledger, which may be a new one: a job that has a manifest has ended, and one that
+        failed has failed; a plan that is there stands, and whole segments of its shards are taken over.
         """
         with self._left_to_others(job_id), self._only_one(job_id, "plan") as keep_lock:
             if keep_lock is None or self._ledger.state(job_id) != "validating":
@@ -74,11 +75,14 @@ class Control:
                     stored_plan = Plan(0, 0, (), ()) if stored is None else load_plan(stored)
                     self._ledger.restore(Manifest.model_validate_json(manifest), stored_plan)
                     return
+                if (failure := stored_failure(spec.layout, self._stores)) is not None:
+                    self._fail(spec, failure)
+                    return
                 planned = self._written_plan(spec, keep_lock) if stored is None else load_plan(stored)
             except (ServiceUnreachable, UnreadableJob):
                 raise  # not the job's fault: the sweeper sends it here again
             except PagemillError as error:
-                self._refuse(spec, [RowError(code=error.code, message=str(error))])
+                self._fail(spec, Failure(errors=(RowError(code=error.code, message=str(error)),)))
                 return
             failpoint("plan.stored")
             if planned is not None and self._ledger.add_shards(job_id, planned.shards) == "ok":
@@ -115,7 +119,7 @@ class Control:
                 log.error("job %s cannot be assembled: %s", job_id, error.message)
                 state = self._ledger.state(job_id) or ""
                 fault = RowError(code=error.code, message=f"{error.message} {error.hint}".rstrip())
-                self._ledger.fail(job_id, [fault], error_count=1, error_url=None, from_state=state)
+                fail(spec, Failure(errors=(fault,)), self._ledger, self._stores, from_state=state)
 
     def sweep_in_turn(self) -> None:
         """Sweep, unless another control worker has just done so."""
@@ -201,12 +205,10 @@ class Control:
         with self._stores.writer(spec.error_url) as writer:
             for error in planned.errors:
                 writer.write(error.model_dump_json(exclude_none=True).encode() + b"\n")
-        self._refuse(spec, planned.first_errors, planned.bad, spec.error_url)
+        self._fail(spec, Failure(errors=planned.first_errors, count=planned.bad, url=spec.error_url))
 
-    def _refuse(
-        self, spec: JobSpec, errors: list[RowError] | tuple[RowError, ...], count: int = 1, url: str | None = None
-    ) -> None:
-        self._ledger.fail(spec.id, errors, error_count=count, error_url=url, from_state="validating")
+    def _fail(self, spec: JobSpec, failure: Failure) -> None:
+        fail(spec, failure, self._ledger, self._stores, from_state="validating")
 
     @contextmanager
     def _left_to_others(self, job_id: str) -> Iterator[None]:

@@ -12,6 +12,7 @@
     jobs/<id>/orders/                                  what its owner ordered since: see orders.py
     jobs/<id>/remaining.jsonl                          what a cancelled job has not done, ready to submit; .parquet
                                                        where the input is
+    jobs/<id>/failed.json                              why it failed, where it did
     jobs/<id>/manifest.json                            written last: what the result consists of
 
 Keys of segments are never used again: the fence only grows, and the attempt is 128 random bits should a ledger that
@@ -77,6 +78,11 @@ class JobLayout:
     def remaining_table(self) -> str:
         """The same of an input of Parquet."""
         return f"{self.root}/remaining.parquet"
+
+    @property
+    def failure(self) -> str:
+        """Why the job failed, where it did: a job that has this has no manifest."""
+        return f"{self.root}/failed.json"
 
     @property
     def manifest(self) -> str:

@@ -5,8 +5,8 @@ recovery that stops in the middle is mended by the sweeper, or by another recove
 workers. Workers that still hold leases of the lost ledger commit nothing: no attempt of theirs owns a shard any more.
 
 What its owner ordered since the submit is in storage too: a paused job comes back paused, one that was being cancelled
-is cancelled, and priority, weight and deadline are the last ones. What only the ledger knew is lost: how often a shard
-was tried, and that a job had failed; it fails once more where its input is still at fault.
+is cancelled, and priority, weight and deadline are the last ones. A job that had failed has failed. Lost is what only
+the ledger knew: how often a shard was tried.
 """
 
 import re
@@ -73,7 +73,7 @@ def recover(spec: JobSpec, ledger: Ledger, stores: Stores, tokens: Tokens, contr
     where a job that was submitted since writes the same file.
     """
     orders = enter_again(spec, ledger, stores)
-    if any(_is_there(stores, url) for url in (spec.layout.plan, spec.layout.manifest)):
+    if any(_is_there(stores, url) for url in (spec.layout.plan, spec.layout.manifest, spec.layout.failure)):
         control.plan(spec.id)
     elif not orders.cancelled:
         tokens.send(PLAN, spec.id)

@@ -24,6 +24,7 @@ from engine.errors import EngineDied, RequestError
 from engine.outputs import EngineOutput
 from jobs.broker import Tokens
 from jobs.errors import InputChanged, PagemillError, RowError, ServiceUnreachable, StorageError, UnreadableJob
+from jobs.failing import Failure, fail
 from jobs.failpoints import failpoint
 from jobs.ledger import EQUAL_SHARES, FairShare, Lease, Ledger
 from jobs.planner import PlannedRow, shard_rows
@@ -397,8 +398,8 @@ class Attempt:
 
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, InputChanged):
-            ledger, fault = self._context.ledger, RowError(code=error.code, message=str(error))
-            ledger.fail(self._lease.job_id, [fault], error_count=1, error_url=None, from_state="in_progress")
+            failure = Failure(errors=(RowError(code=error.code, message=str(error)),))
+            fail(self._lease.spec, failure, self._context.ledger, self._context.stores, from_state="in_progress")
         elif isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
             self._machine_failed = True
             self._context.ledger.give_back(self._lease, f"worker {self._context.worker_id}: {error}")

@@ -7,7 +7,7 @@ import pytest
 from jobs import orders
 from jobs.broker import ASSEMBLE, CONTROL_QUEUE
 from jobs.control import Control
-from jobs.errors import EXIT_DONE, EXIT_USAGE, ServiceUnreachable
+from jobs.errors import EXIT_DONE, EXIT_USAGE, ServiceUnreachable, StorageError
 from jobs.recover import recover
 from jobs.spec import JobSpec, Terms
 from jobs.submit import enter
@@ -207,3 +207,37 @@ def test_a_job_without_orders_has_none(site: Site) -> None:
     assert found.applied_to(spec) == spec
     changed = orders.Orders(terms=Terms(priority=3, tenant="another", dedupe="all"))
     assert changed.applied_to(spec) == spec.model_copy(update={"priority": 3})
+
+
+def test_a_job_that_failed_has_failed_and_does_not_run_again(any_site: Site) -> None:
+    """Its output may be another's by now, which came after it."""
+    site = any_site
+    spec = site.submit([{"prompt": "a"}, {"text": "b"}], on_bad_row="fail")
+    site.control.plan(spec.id)
+    before = site.ledger.view(spec.id)
+    assert (before.state, before.error_count) == ("failed", 1)
+    heir = site.submit(prompts(4), output_url=spec.output_url, error_url=f"{spec.output_url}-errors")
+    site.control.plan(heir.id)
+    site.work(heir)
+    site.control.assemble(heir.id)
+    result = site.stores.read(heir.output_url)
+    site.ledger.client.flushall()
+    for one in (spec, heir):
+        recover(one, site.ledger, site.stores, site.tokens, site.control)
+    after = site.ledger.view(spec.id)
+    assert after.model_copy(update={"ended_at": before.ended_at}) == before
+    assert (site.ledger.state(heir.id), site.stores.read(heir.output_url)) == ("completed", result)
+
+
+def test_a_failure_that_storage_did_not_take_is_a_failure(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = site.submit([{"text": "b"}], on_bad_row="fail")
+    put = site.stores.put
+
+    def refuse(url: str, data: bytes) -> object:
+        if url == spec.layout.failure:
+            raise StorageError("no right to write here")
+        return put(url, data)
+
+    monkeypatch.setattr(site.stores, "put", refuse)
+    site.control.plan(spec.id)
+    assert site.ledger.state(spec.id) == "failed"
