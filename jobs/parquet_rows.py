@@ -24,6 +24,9 @@ class Rows(NamedTuple):
     numbers: list[int]
     batch: pa.RecordBatch
 
+    def first(self, count: int) -> "Rows":
+        return Rows(self.file, self.numbers[:count], self.batch.slice(0, count))
+
 
 def dump_schema(schema: pa.Schema) -> str:
     """The schema as text for a job's spec."""
@@ -86,9 +89,14 @@ def read_parquet_lines(
 ) -> Iterator[Line]:
     """The same rows as lines of JSON objects: the number of a line is the row's, counted from 1 in its file."""
     for rows in read_batches(spec, stores, source, start, end, on_read):
-        for place, (number, data) in enumerate(zip(rows.numbers, json_rows(rows.batch), strict=True)):
-            whole = data if len(data) <= spec.max_line_bytes else None
-            yield Line(number + 1, None, number + 1, whole, rows.file, rows.batch, place)
+        yield from lines_of(rows, spec.max_line_bytes)
+
+
+def lines_of(rows: Rows, max_line_bytes: int) -> Iterator[Line]:
+    """Rows as lines, see `read_parquet_lines`."""
+    for place, (number, data) in enumerate(zip(rows.numbers, json_rows(rows.batch), strict=True)):
+        whole = data if len(data) <= max_line_bytes else None
+        yield Line(number + 1, None, number + 1, whole, rows.file, rows.batch, place)
 
 
 def open_parquet(spec: JobSpec, stores: Store, source: Source, file: int) -> ParquetReader:

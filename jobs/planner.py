@@ -8,6 +8,7 @@ hundred, are on disk. Only where ids may repeat is the input read a second time.
 """
 
 import heapq
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from jobs.duplicates import IdDigests, Repeats
 from jobs.errors import InputChanged, PagemillError, RowError
 from jobs.formats.jsonl import Line
 from jobs.lines import read_lines
+from jobs.parquet_rows import Rows, columns_passed_on, lines_of, read_batches
 from jobs.quick_check import answer_tokens, quick_check
 from jobs.row_fields import shown
 from jobs.rows import Row, parse_row
@@ -30,6 +32,7 @@ from jobs.spec import JobSpec
 from jobs.staging import prepare_source
 from jobs.storage import Store
 from jobs.table import schema_finder
+from jobs.table_check import table_check
 
 __all__ = [
     "Plan",
@@ -83,36 +86,23 @@ def plan(
     """
     source = prepare_source(spec, stores, limits.max_copy_bytes, lambda size: on_progress(0, size))
     cutter = _Cutter(spec, source, limits)
-    digests = IdDigests()
-    errors = RowErrors()
-    finder = schema_finder(spec)
-    # A table's columns are found in the rows themselves, all of them.
-    look = quick_check(spec) if finder is None else None
-    everything = _lines(spec, stores, source, lambda size: on_progress(cutter.rows, size))
-    for line in islice(everything, spec.input.limit):
-        data = line.data or b""
-        if look is not None and (good := look(data)) is not None:
-            custom_id, tokens = good
-        else:
-            row = parse_row(line, spec)
-            if finder is not None:
-                finder.add(line, row)
-            if isinstance(row, RowError):
-                errors.add(row)
-                cutter.add(line, 0)
-                continue
-            custom_id, tokens = row.custom_id, answer_tokens(row.params)
-        cutter.add(line, len(data) // _BYTES_PER_TOKEN + tokens)
-        if custom_id is not None:
-            digests.add(custom_id)
+    look = _Look(spec, cutter)
+
+    def on_read(positions: int) -> None:
+        on_progress(cutter.rows, positions)
+
+    if spec.input.format == "parquet":
+        look.at_tables(read_batches(spec, stores, source, 0, source.end, on_read))
+    else:
+        look.at_lines(read_lines(spec, stores, source, 0, source.end, 1, on_read))
     if cutter.rows == 0:
         raise PagemillError("The input has no rows.", code="empty_file", hint="Each line is to be a JSON object.")
-    shards = cutter.finish()
-    if repeated := digests.repeated():
+    shards, errors = cutter.finish(), look.errors
+    if repeated := look.digests.repeated():
         again = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, source.end))
         rows = islice(again, spec.input.limit)
         shards, errors = _with_duplicates(spec, rows, shards, errors, Repeats(repeated))
-    schema = None if finder is None else finder.schema()
+    schema = None if look.finder is None else look.finder.schema()
     return Planned(cutter.rows, errors.count, tuple(shards), tuple(errors.first), errors, schema)
 
 
@@ -147,16 +137,69 @@ def _whole(source: Source) -> Shard:
     return Shard(index=0, first_row=0, rows=0, start=0, end=source.end, first_line=1)
 
 
-def _lines(spec: JobSpec, stores: Store, source: Source, on_read: Callable[[int], None]) -> Iterator[Line]:
-    return read_lines(spec, stores, source, 0, source.end, 1, on_read)
-
-
 def _read(
     spec: JobSpec, stores: Store, source: Source, part: Shard, on_read: Callable[[int], None]
 ) -> Iterator[PlannedRow]:
     lines = read_lines(spec, stores, source, part.start, part.end, part.first_line, on_read)
     for index, line in enumerate(lines, part.first_row):
         yield PlannedRow(index, line, parse_row(line, spec))
+
+
+class _Look:
+    """The first look at all rows that a job has: what `plan` learns of them."""
+
+    def __init__(self, spec: JobSpec, cutter: "_Cutter") -> None:
+        self._spec = spec
+        self._cutter = cutter
+        self.digests = IdDigests()
+        self.errors = RowErrors()
+        self.finder = schema_finder(spec)
+
+    def at_lines(self, lines: Iterator[Line]) -> None:
+        cutter, digests = self._cutter, self.digests
+        # A table's columns are found in the rows themselves, all of them.
+        look = quick_check(self._spec) if self.finder is None else _nothing
+        for line in lines if self._spec.input.limit is None else islice(lines, self._spec.input.limit - cutter.rows):
+            data = line.data or b""
+            good = look(data)
+            if good is None and (good := self._closely(line)) is None:
+                cutter.add(line, 0)
+                continue
+            custom_id, tokens = good
+            cutter.add(line, len(data) // _BYTES_PER_TOKEN + tokens)
+            if custom_id is not None:
+                digests.add(custom_id)
+
+    def at_tables(self, tables: Iterator[Rows]) -> None:
+        spec, cutter = self._spec, self._cutter
+        look = table_check(spec, columns_passed_on(spec.input))
+        limit = math.inf if spec.input.limit is None else spec.input.limit
+        for rows in tables:
+            if cutter.rows >= limit:
+                return
+            rows = rows.first(int(min(limit - cutter.rows, len(rows.numbers))))
+            good = look(rows.batch)
+            if good is None:
+                self.at_lines(lines_of(rows, spec.max_line_bytes))
+                continue
+            for number, custom_id, size in zip(rows.numbers, good.custom_ids, good.sizes, strict=False):
+                cutter.add(Line(number + 1, None, number + 1, None, rows.file), size // _BYTES_PER_TOKEN + good.tokens)
+                if custom_id is not None:
+                    self.digests.add(custom_id)
+
+    def _closely(self, line: Line) -> tuple[str | None, int] | None:
+        """As `quick_check`, of any row; one that is not good is put down."""
+        row = parse_row(line, self._spec)
+        if self.finder is not None:
+            self.finder.add(line, row)
+        if isinstance(row, RowError):
+            self.errors.add(row)
+            return None
+        return row.custom_id, answer_tokens(row.params)
+
+
+def _nothing(data: bytes) -> None:
+    """A quick look that sees nothing."""
 
 
 class _Cutter:
