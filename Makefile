@@ -2,13 +2,14 @@
 # make test    install and pass the tests
 # make soak    break a fleet at random for SECONDS (1800) and check every job; SEED=... repeats one
 # make scale   measure memory, planning and ledger on jobs of MEGABYTES (5000) of records, of OpenAI lines and of Parquet
+# make fuzz    give the planner any bytes for SECONDS (600); what is found lies in build/fuzz
 # make lint    ruff, mypy and the import directions
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-slow soak scale lint format clean
+.PHONY: demo test test-slow soak scale fuzz lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -49,6 +50,12 @@ soak: $(VENV)/test.installed
 
 scale: $(VENV)/test.installed
 	$(BIN)/python -m tests.scale $(KINDS) $(if $(MEGABYTES),--megabytes $(MEGABYTES))
+
+fuzz: $(VENV)/test.installed
+	$(PIP) install --quiet atheris
+	mkdir -p build/fuzz/corpus
+	$(BIN)/python -m tests.fuzz.planner -max_total_time=$(or $(SECONDS),600) -timeout=30 -max_len=4096 \
+	    -rss_limit_mb=2500 -artifact_prefix=build/fuzz/ build/fuzz/corpus tests/fuzz/corpus
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

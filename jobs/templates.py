@@ -14,7 +14,7 @@ from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from pydantic_core import from_json
 
-from jobs.row_fields import RowRefused
+from jobs.row_fields import RowRefused, refuse_lone_surrogates
 from jobs.template_filters import FILTERS, NOT_OFFERED
 from jobs.template_limits import BUDGET, MAX_TEXT, Budget, LimitedSandbox
 
@@ -74,8 +74,10 @@ def render(text: str, name: str, record: Mapping[str, Any]) -> str:
 
 def render_json(text: str, name: str, record: Mapping[str, Any]) -> Any:
     """The same for a template that makes JSON, as a value."""
+    made = render(text, name, record)
+    refuse_lone_surrogates(made)
     try:
-        return from_json(render(text, name, record), allow_inf_nan=False)
+        return from_json(made, allow_inf_nan=False)
     except ValueError as error:
         raise RowRefused("template_error", f"The {name} made no JSON: {error}.", name) from error
 

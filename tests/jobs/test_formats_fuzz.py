@@ -1,27 +1,37 @@
-"""Whatever bytes a file holds: the planner ends, with an error of ours or with every row run or refused."""
+"""Whatever bytes files hold, and however a job takes them: an error of ours ends it, or each row is run or refused."""
 
 import bz2
 import gzip
 import io
-import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.errors import PagemillError, RowError
-from jobs.rows import Row
-from tests.jobs.test_formats_text import bench_in, zstd
+from tests.fuzz.cases import OUTPUTS, SHAPES, Case, check
+from tests.jobs.test_formats_text import zstd
 
-ROWS = (b'{"prompt":"a"}', b'{"prompt":"b","custom_id":"1"}', b"prompt\n", b"a,b", b'{"prompt":"a","prompt":"b"}')
-ODD_ROWS = (b'{"prompt":"\\ud800"}', b'{"prompt":NaN}', b'{"prompt":1e999}', b"[" * 3000, b"9" * 5000)
-MARKS = (b"{", b"}", b"\n", b"\r\n", b"\r", b'"', b",", b"\t", b" ", b"\x00", b"\\ud800")
-CODES = (b"\xef\xbb\xbf", b"\xff\xfe", "\u2028\u2029\u0085".encode())
+ROWS = (
+    *(
+        b'{"prompt":"a"}',
+        b'{"prompt":"b","custom_id":"1"}',
+        b'{"prompt":"a","prompt":"b"}',
+        b'{"prompt":[1,2],"n":1.5}',
+    ),
+    *(b'{"messages":[{"role":"user","content":"a"}]}', b'{"prompt":"a","x":{"y":[{"z":null}]}}', b"prompt\n", b"a,b"),
+    b'{"custom_id":"1","method":"POST","url":"/v1/chat/completions","body":{"model":"tiny","messages":[]}}',
+    b'{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"model":"tiny","prompt":"a"}}',
+)
+ODD_ROWS = (
+    *(b'{"prompt":"\\ud800"}', b'{"prompt":"a","\\ud800":1}', b'{"prompt":NaN}', b'{"prompt":"a","x":1e999}'),
+    *(b'{"prompt":"a","x":%s}' % (b"9" * 30), b"[" * 3000, b"9" * 5000, b" " * 2000, b'{"prompt":"a","error":1}'),
+    *(b'{"prompt":"a","n":-1}', b'{"prompt":"a","max_tokens":1e3}', b"null", b'"a"', b'"a\nb"', b'"a"b', b'x"y"'),
+)
+MARKS = (b"{", b"}", b"\n", b"\n", b"\r\n", b"\r", b'"', b",", b"\t", b" ", b"\x00", b"\\ud800")
+CODES = (b"\xef\xbb\xbf", b"\xff\xfe", "\u2028\u2029\u0085".encode(), "é".encode("latin-1"), b"\xed\xa0\x80")
 pieces = st.sampled_from([*ROWS, *ODD_ROWS, *MARKS, *CODES])
 contents = st.one_of(st.binary(max_size=60), st.lists(pieces, max_size=14).map(b"".join))
 PACKED: dict[str, Callable[[bytes], bytes]] = {
@@ -30,68 +40,84 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
     ".zst": zstd,
     ".bz2": bz2.compress,
 }
+parts = st.sampled_from([{}, {}, {"limit": 1}, {"limit": 4}, {"sample": 2}])
+jobs = st.builds(dict, shape=st.sampled_from(SHAPES), output=st.sampled_from(OUTPUTS), shard_rows=st.integers(1, 4))
 
 
-def look_at(folder: Path, names: list[str], data: list[bytes], **options: Any) -> None:
-    bench = bench_in(folder, rows=2)
-    for name, content in zip(names, data, strict=True):
-        bench.file(name, content)
-    try:
-        spec = bench.job(*names, **options).model_copy(update={"max_line_bytes": 1024})
-        planned = bench.plan(spec)
-    except PagemillError:
-        return
-    rows = [row.row for row in bench.rows(spec, planned)]
-    assert len(rows) == planned.rows == sum(shard.rows for shard in planned.shards)
-    assert [row for row in rows if isinstance(row, RowError)] == list(planned.errors)
-    assert sum(isinstance(row, Row) for row in rows) + planned.bad == planned.rows
-    assert all(json.dumps(error.model_dump()) for error in planned.errors)
+@st.composite
+def texts(draw: st.DrawFn, suffix: str) -> Case:
+    """Up to three files, each compressed in its own way, in one member or two."""
+    files = []
+    for data in draw(st.lists(contents, min_size=1, max_size=3)):
+        packing = draw(st.sampled_from(list(PACKED)))
+        cut = draw(st.integers(0, len(data)))
+        members = [data[:cut], data[cut:]] if packing and draw(st.booleans()) else [data]
+        files.append((f"{suffix}{packing}", b"".join(map(PACKED[packing], members))))
+    return Case(files, **draw(jobs), **draw(parts))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv"])
-@given(data=st.lists(contents, min_size=1, max_size=3), packing=st.sampled_from(list(PACKED)), sample=st.booleans())
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
-def test_any_text_is_run_or_refused_row_by_row(
-    tmp_path_factory: pytest.TempPathFactory, suffix: str, data: list[bytes], packing: str, sample: bool
-) -> None:
-    names = [f"{place}{suffix}{packing}" for place in range(len(data))]
-    packed = [PACKED[packing](content) for content in data]
-    look_at(tmp_path_factory.mktemp("fuzz"), names, packed, sample=2 if sample else None)
+@given(data=st.data())
+@settings(max_examples=50)
+def test_any_text_is_run_or_refused_row_by_row(suffix: str, data: st.DataObject) -> None:
+    check(data.draw(texts(suffix)))
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst", ".bz2"])
-@given(data=contents, place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-@settings(max_examples=60)
-def test_an_archive_with_a_wrong_byte_ends_in_an_error_or_in_rows(
-    tmp_path_factory: pytest.TempPathFactory, packing: str, data: bytes, place: float, byte: int
+@given(
+    data=contents,
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=2),
+    cut=st.one_of(st.none(), st.floats(0, 1)),
+    tail=st.sampled_from([b"", b"\x00", b"tail", gzip.compress(b""), bz2.compress(b""), zstd(b"")]),
+)
+@settings(max_examples=50)
+def test_an_archive_with_wrong_bytes_ends_in_an_error_or_in_rows(
+    packing: str, data: bytes, changes: list[tuple[float, int]], cut: float | None, tail: bytes
 ) -> None:
-    packed = bytearray(PACKED[packing](data))
-    packed[int(place * len(packed))] = byte
-    look_at(tmp_path_factory.mktemp("fuzz"), [f"a.jsonl{packing}"], [bytes(packed)])
+    check(Case([(f".jsonl{packing}", damaged(PACKED[packing](data), changes, cut) + tail)]))
+
+
+def damaged(data: bytes, changes: list[tuple[float, int]], cut: float | None) -> bytes:
+    changed = bytearray(data)
+    for place, byte in changes:
+        changed[int(place * len(changed))] = byte
+    return bytes(changed) if cut is None else bytes(changed)[: int(cut * len(changed))]
 
 
 TABLE = pa.table(
     {
         "prompt": pa.array(["a", None, "c"] * 5).dictionary_encode(),
+        "n": pa.array([*range(14), None]),
         "nested": [[{"x": n, "y": str(n)}] for n in range(15)],
         "when": pa.array(range(15), pa.timestamp("us", "UTC")),
     }
 )
 
 
-@given(
-    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4),
-    cut=st.one_of(st.none(), st.floats(0, 1)),
-    compression=st.sampled_from(["none", "snappy", "zstd"]),
-)
-@settings(max_examples=300)
-def test_a_parquet_file_with_wrong_bytes_ends_in_an_error_or_in_rows(
-    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[float, int]], cut: float | None, compression: str
-) -> None:
+def table_bytes(compression: str) -> bytes:
     sink = io.BytesIO()
     pq.write_table(TABLE, sink, row_group_size=4, compression=compression)
-    data = bytearray(sink.getvalue())
-    for place, byte in changes:
-        data[int(place * len(data))] = byte
-    whole = bytes(data) if cut is None else bytes(data)[: int(cut * len(data))]
-    look_at(tmp_path_factory.mktemp("fuzz"), ["a.parquet"], [whole])
+    return sink.getvalue()
+
+
+@given(
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=4),
+    cut=st.one_of(st.none(), st.none(), st.floats(0, 1)),
+    compression=st.sampled_from(["none", "snappy", "zstd"]),
+    job=jobs,
+    part=parts,
+    where=st.booleans(),
+    columns=st.sampled_from([None, ("prompt", "n"), ("prompt", "nested", "n")]),
+)
+@settings(max_examples=100)
+def test_a_parquet_file_with_wrong_bytes_ends_in_an_error_or_in_rows(
+    changes: list[tuple[float, int]],
+    cut: float | None,
+    compression: str,
+    job: dict[str, object],
+    part: dict[str, int],
+    where: bool,
+    columns: tuple[str, ...] | None,
+) -> None:
+    data = damaged(table_bytes(compression), changes, cut)
+    check(Case([(".parquet", data)], **job, **part, where=where, columns=columns))  # type: ignore[arg-type]

@@ -202,9 +202,10 @@ def test_each_template_is_called_by_its_name() -> None:
 
 def test_an_empty_prompt_and_lone_surrogates_are_refused_as_in_a_column() -> None:
     assert refused({"q": ""}, template="{{ q }}").code == "invalid_value"
-    error = read(b'{"q": "\\ud800"}', job(template="{{ q }}"))
-    assert isinstance(error, RowError)
-    assert error.code == "invalid_value"
+    for shape in ({"template": "{{ q }}"}, {"messages_template": '[{"role":"user","content":{{ q|tojson }}}]'}):
+        error = read(b'{"q": "\\ud800"}', job(**shape))
+        assert isinstance(error, RowError)
+        assert error.code == "invalid_value"
 
 
 def test_a_null_may_have_a_value() -> None:
