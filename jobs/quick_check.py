@@ -98,7 +98,7 @@ def _openai_check(spec: JobSpec) -> QuickCheck:
         if not 1 <= len(custom_id) <= MAX_CUSTOM_ID or (endpoint := endpoints.get(url)) is None:
             return None
         name, is_good, known = endpoint
-        content = body.get(name)
+        content: Any = body.get(name)
         if not is_good(content):
             return None
         body[name] = None

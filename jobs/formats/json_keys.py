@@ -1,6 +1,7 @@
 """Keys that stand twice in a JSON object: parsers keep one of the two in silence, and not all the same one."""
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 _SPACE = b" \t\r\n"
@@ -41,9 +42,9 @@ def repeated_key(data: bytes, keys: int, texts: int) -> str | None:
 def count_kept(value: Any) -> Kept:
     """The keys and the strings in a parsed value."""
     keys = texts = 0
-    boxes = [[value]]
+    boxes: list[Any] = [[value]]
     for box in boxes:  # grows as it is gone through
-        items = box
+        items: Iterable[Any] = box
         if type(box) is dict:
             keys += len(box)
             items = box.values()
