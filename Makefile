@@ -2,7 +2,7 @@
 # make test    install and pass the tests
 # make soak    break a fleet at random for SECONDS (1800) and check every job; SEED=... repeats one
 # make scale   measure memory, planning and ledger on jobs of MEGABYTES (5000) of records, of OpenAI lines and of Parquet
-# make fuzz    give the planner any bytes for SECONDS (600); what is found lies in build/fuzz
+# make fuzz    give the planner any bytes for FUZZ_SECONDS (600); what is found lies in build/fuzz
 # make lint    ruff, mypy and the import directions
 PYTHON ?= python3
 VENV   := .venv
@@ -51,10 +51,13 @@ soak: $(VENV)/test.installed
 scale: $(VENV)/test.installed
 	$(BIN)/python -m tests.scale $(KINDS) $(if $(MEGABYTES),--megabytes $(MEGABYTES))
 
+FUZZ_SECONDS ?= 600
+
+# Each input is some files: in memory they cost a tenth of what they do on a disk.
 fuzz: $(VENV)/test.installed
 	$(PIP) install --quiet atheris
 	mkdir -p build/fuzz/corpus
-	$(BIN)/python -m tests.fuzz.planner -max_total_time=$(or $(SECONDS),600) -timeout=30 -max_len=4096 \
+	$(if $(wildcard /dev/shm),TMPDIR=/dev/shm) $(BIN)/python -m tests.fuzz.planner -max_total_time=$(FUZZ_SECONDS) -timeout=30 -max_len=4096 \
 	    -rss_limit_mb=2500 -artifact_prefix=build/fuzz/ build/fuzz/corpus tests/fuzz/corpus
 
 lint: $(VENV)/test.installed
