@@ -7,24 +7,36 @@ no job refers to, and no job that cannot run.
 import hashlib
 import time
 from collections.abc import Sequence
+from itertools import islice
 from secrets import token_hex
 
 from pydantic import ValidationError
 from redis.exceptions import ResponseError
 
 from jobs.broker import PLAN, Tokens
-from jobs.errors import IdempotencyConflict, LedgerFull, ObjectNotFound, OutputTaken, PreconditionFailed, UsageError
+from jobs.errors import (
+    IdempotencyConflict,
+    LedgerFull,
+    ObjectNotFound,
+    OutputTaken,
+    PreconditionFailed,
+    RowError,
+    UsageError,
+)
 from jobs.failpoints import failpoint
 from jobs.inputs import InputOptions, find_files, place_files, require_column
 from jobs.layout import JobLayout, absolute_url
 from jobs.ledger import Ledger
+from jobs.lines import read_lines
 from jobs.orders import Orders, standing_orders
 from jobs.output import Output, OutputFormat, errors_beside, output_of
 from jobs.parquet_rows import columns_passed_on
 from jobs.planner import MAX_SHARDS
 from jobs.pooling import Pooling
+from jobs.rows import parse_row
 from jobs.sampling import Sampling
 from jobs.settings import Settings
+from jobs.source import source_of
 from jobs.spec import (
     MAX_LINE_BYTES,
     Input,
@@ -44,6 +56,7 @@ _SHARD_BYTES = 410
 """What the ledger holds of a shard and of its record."""
 _USUAL_SHARD_BYTES = 128 * 1024
 """Of the input: what has the tokens of a shard."""
+_ROWS_LOOKED_AT = 20
 
 
 def prepare(
@@ -159,6 +172,20 @@ def enter_again(spec: JobSpec, ledger: Ledger, stores: Stores) -> Orders:
     orders = standing_orders(spec.layout, stores)
     ledger.create(orders.applied_to(spec), paused=orders.paused or orders.cancelled)
     return orders
+
+
+def first_error(spec: JobSpec, stores: Stores) -> RowError | None:
+    """What is wrong with the first row, where all of the first rows are bad: a column may be called otherwise.
+
+    Only for those who wait at a terminal; it is the planner who looks at all rows. None where the files would have to
+    be copied before they can be read.
+    """
+    if not spec.input.is_direct:
+        return None
+    source = source_of(spec, stores)
+    lines = islice(read_lines(spec, stores, source, 0, source.end, 1), _ROWS_LOOKED_AT)
+    errors = [row for row in (parse_row(line, spec) for line in lines) if isinstance(row, RowError)]
+    return errors[0] if len(errors) == _ROWS_LOOKED_AT else None
 
 
 def _ledger_bytes(spec: JobSpec) -> int:

@@ -3,12 +3,13 @@
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from jobs.cli.client import open_client
 from jobs.cli.options import INPUT_HELP, OUTPUT_HELP, AsFormat, JobOptions, Json, Model, with_groups
 from jobs.cli.show import exit_code, follow, print_job, print_json, stderr
 from jobs.cli.terms import QueueOptions, RowTermOptions
-from jobs.submit import enter, prepare
+from jobs.submit import enter, first_error, prepare
 
 
 @with_groups
@@ -50,6 +51,8 @@ def submit(
         print_json(client.ledger.view(spec.id).as_dict()) if json else typer.echo(spec.id)
         if not any(worker.model == model for worker in client.ledger.workers()):
             stderr.print(f"No live worker serves {model!r} yet: the job waits for one.")
+        if not json and (error := first_error(spec, client.stores)) is not None:
+            stderr.print(f"[yellow]The first rows are all bad:[/] line {error.line}: {escape(error.message)}")
         return
     view = follow(spec.id, client.ledger, quiet=json)
     print_json(view.as_dict()) if json else print_job(view)

@@ -1,16 +1,20 @@
 """The commands that hold, stop and repeat jobs, and the options that say how a job runs beside others."""
 
+import gzip
 import json
 import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jobs.broker import CONTROL_QUEUE, PLAN, WORK, model_queue
 from jobs.cli.terms import deadline
 from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED, EXIT_USAGE, UsageError
+from jobs.formats.jsonl import dumps
 from jobs.ledger import Ledger
 from tests.jobs.commands import Command, commands
 from tests.jobs.ledgers import leased
@@ -143,6 +147,22 @@ def test_a_completed_job_with_failed_rows_does_not_look_like_a_success(
     assert pagemill("watch", job).code == pagemill("results", job, "--follow").code == code
     told = pagemill("results", job).err
     assert ("rows failed: `pagemill errors" in told) == (words != "completed")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("in.jsonl", 25), ("in.jsonl", 19), ("in.jsonl.gz", 25), ("in.parquet", 25)]
+)
+def test_a_column_that_is_called_otherwise_shows_at_once(name: str, rows: int, pagemill: Command) -> None:
+    records = [{"q": f"question {n}", "prompt": None} for n in range(rows)]
+    lines = b"".join(dumps(record) + b"\n" for record in records)
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(records), name)
+    else:
+        Path(name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    done = pagemill("submit", name, *RECORDS)
+    assert done.code == EXIT_DONE
+    told = "The first rows are all bad: line 1: Missing required column: 'prompt'." in done.err
+    assert told == (rows == 25 and not name.endswith("gz"))
 
 
 # --- how a job runs beside others ---------------------------------------------------------------------------------
