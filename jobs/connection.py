@@ -1,5 +1,7 @@
 """Connecting to the ledger's server."""
 
+import time
+
 import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
@@ -7,6 +9,7 @@ from redis.retry import Retry
 from jobs.errors import LedgerFull, PagemillError, ServiceUnreachable, UsageError
 from jobs.settings import mask
 
+_PAUSE_S = 1.0
 _FREE = "Raise its maxmemory, or remove old jobs: `pagemill gc --jobs-older-than 7d`."
 _RIGHTS = "pagemill needs all commands on the keys and channels pm:*."
 
@@ -49,6 +52,29 @@ def connect(url: str) -> redis.Redis:
             hint="Use a single server or Sentinel.",
         )
     return client
+
+
+class Patience:
+    """How long a command that waits for a job bears with a server that does not answer: the job goes on meanwhile."""
+
+    def __init__(self, seconds: float = 600) -> None:
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def answered(self) -> None:
+        self._since = None
+
+    def bear(self, error: redis.RedisError) -> None:
+        """Returns after a while, so that the server can be asked again. Raises `error` where it lasts too long."""
+        now = time.monotonic()
+        self._since = self._since or now
+        if now - self._since >= self._seconds:
+            raise error
+        time.sleep(_PAUSE_S)
+
+
+UNANSWERED = (redis.ConnectionError, redis.TimeoutError)
+"""What is raised where a server cannot be reached, or is starting; it may be there again in a minute."""
 
 
 def unusable(url: str, error: redis.RedisError) -> PagemillError:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from jobs.connection import UNANSWERED, Patience
 from jobs.errors import ObjectNotFound
 from jobs.ledger import Ledger
 from jobs.reading import json_lines
@@ -15,14 +16,21 @@ _CHUNK = 256 * 1024
 def follow_results(spec: JobSpec, ledger: Ledger, stores: Stores, wait: Callable[[], None]) -> Iterator[bytes]:
     """The lines of the output file in input order, in pieces that end at a line's end; it ends with the job.
 
-    `wait` is called whenever the next shard is not settled. What is yielded is what the output file will hold, but for
-    one case: of a segment that vanishes from storage after it was read, the job's second answer is not seen here.
+    `wait` is called whenever the next shard is not settled; a ledger that does not answer is waited for, for some
+    minutes. What is yielded is what the output file will hold, but for one case: of a segment that vanishes from
+    storage after it was read, the job's second answer is not seen here.
     """
     shard = 0
+    patience = Patience()
     while True:
-        # Looked at first: what is committed by then is seen below.
-        view = ledger.view(spec.id)
-        record = ledger.record(spec.id, shard)
+        try:
+            # Looked at first: what is committed by then is seen below.
+            view = ledger.view(spec.id)
+            record = ledger.record(spec.id, shard)
+        except UNANSWERED as error:
+            patience.bear(error)
+            continue
+        patience.answered()
         if isinstance(record, SegmentRecord) and (info := _whole(record, spec, shard, stores)) is not None:
             yield from _lines(info, spec, stores)
             shard += 1

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
+from jobs.connection import UNANSWERED, Patience
 from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED, RowError
 from jobs.ledger import Ledger
 from jobs.records import JobView
@@ -148,6 +149,8 @@ def follow(
 ) -> JobView:
     """Wait until a job has ended, with a progress bar on stderr. `check` may raise to end the wait.
 
+    A server that does not answer is waited for, for some minutes.
+
     With `own_worker` the caller has started one, and as long as none serves the model, it is loading it.
     """
     columns = (
@@ -158,11 +161,19 @@ def follow(
         TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
     )
+    patience = Patience()
     with Progress(*columns, console=stderr, disable=quiet, transient=False) as progress:
         task = progress.add_task("starting", total=None, rate="")
         while True:
-            view = ledger.view(job_id)
-            serving = [worker for worker in ledger.workers() if worker.model == view.model]
+            try:
+                view = ledger.view(job_id)
+                serving = [worker for worker in ledger.workers() if worker.model == view.model]
+            except UNANSWERED as error:
+                progress.update(task, description="Redis does not answer", rate="")
+                check()
+                patience.bear(error)
+                continue
+            patience.answered()
             rate = sum(worker.tokens_per_second for worker in serving)
             loading = own_worker and not serving and not view.terminal
             progress.update(
