@@ -162,6 +162,20 @@ def test_a_plan_is_kept_even_if_the_limits_have_changed_since(site: Site, monkey
     assert site.ledger.view(spec.id).shards == 3
 
 
+@pytest.mark.parametrize("state", ["validating", "finalizing"])
+def test_a_plan_of_a_newer_version_is_left_to_newer_control_workers(site: Site, state: str) -> None:
+    spec = site.submit(prompts(3))
+    site.control.plan(spec.id)
+    newer = site.stores.read(spec.layout.plan).replace(b'"format":1', b'"format":2')
+    site.stores.put(spec.layout.plan, newer)
+    site.ledger.client.hset(key(spec.id, "job"), "state", state)
+    site.control.plan(spec.id)
+    site.control.assemble(spec.id)
+    assert site.ledger.state(spec.id) == state
+    stalled = str(site.ledger.client.hget(key(spec.id, "job"), "stalled"))
+    assert stalled.startswith("a control worker has left it to others: The job's plan has format 2")
+
+
 def test_planning_again_changes_nothing(site: Site) -> None:
     spec = site.planned(10)
     site.work(spec, shards=1)
