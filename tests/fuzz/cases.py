@@ -333,7 +333,7 @@ def _lines(text: bytes) -> list[bytes]:
 def _after(state: str, line: str, delimiter: str) -> str:
     """What a line ends in: `quoted` where the row goes on, else `whole`, `blank` or `broken`."""
     if state == "start" and not line.strip("\r\n"):
-        return "blank" if line.rstrip("\n") in ("", "\r") else "broken"
+        return "blank"
     for place, character in enumerate(line):
         match state:
             case "quoted":
