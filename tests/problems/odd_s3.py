@@ -59,7 +59,7 @@ def odd_s3() -> Iterator[OddS3]:
     """A server without any habit yet, with the bucket `BUCKET` in it."""
     odd = OddS3()
     http = make_server("127.0.0.1", 0, odd, threaded=True, request_handler=MotoRequestHandler)
-    thread = threading.Thread(target=http.serve_forever)
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,))
     thread.start()
     try:
         odd.server = S3Server(f"http://127.0.0.1:{http.server_port}")

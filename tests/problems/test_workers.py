@@ -74,7 +74,7 @@ def tasks_at_work(fleet: Fleet) -> list[str]:
 
 def test_a_revoked_task_and_a_cancelled_job_leave_the_worker_to_the_others(fleet: Fleet) -> None:
     """celery#10490: with `-P threads` a revoke that terminates raises NotImplementedError in the worker, and the task
-    goes on. Here the ledger cancels: the worker hears it with its next beat."""
+    goes on. Here the ledger cancels, and the worker goes on with another job."""
     fleet.control()
     worker = fleet.worker(step_s=1.0)
     unwanted, wanted = fleet.submit(rows=400), fleet.submit(rows=8, terms=Terms(tenant="other"))
