@@ -21,10 +21,11 @@ Every change is one Lua script that may be run twice: the client repeats a comma
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import redis
 from redis.commands.core import Script
@@ -48,6 +49,7 @@ Ending = Literal["completed", "cancelled", "expired"]
 
 _TIMES = ("in_progress_at", "started_at", "finalizing_at")
 _CHUNK = 500
+_FREE = "Raise its maxmemory, or remove old jobs: `pagemill gc --jobs-older-than 7d`."
 _FULL = 0.75
 """The share of Redis's memory up to which jobs are taken: what is in work needs the rest to come to its end."""
 _UNDRIVEN = "no control worker plans, assembles and sweeps; start `pagemill worker --control`"
@@ -84,6 +86,13 @@ class FairShare:
 
 
 EQUAL_SHARES = FairShare()
+
+
+class Memory(NamedTuple):
+    """The server's, in bytes; a `limit` of 0 is none."""
+
+    used: int
+    limit: int
 
 
 def _lua(name: str) -> str:
@@ -150,12 +159,12 @@ class Ledger:
 
     def check_room(self, needed: int) -> None:
         """Raises LedgerFull where so many bytes more would leave too little room for the jobs that are there to end."""
-        memory = self.client.info("memory")
-        limit, used = int(memory.get("maxmemory", 0)), int(memory["used_memory"])
-        if limit and used + needed > _FULL * limit:
+        memory = self.memory()
+        if memory.limit and memory.used + needed > _FULL * memory.limit:
             raise LedgerFull(
-                f"Redis has {used:,} of its {limit:,} bytes in use, and new jobs are taken up to {_FULL:.0%} of them.",
-                hint="Raise its maxmemory, or remove old jobs: `pagemill gc --jobs-older-than 7d`.",
+                f"Redis has {memory.used:,} of its {memory.limit:,} bytes in use, and new jobs are taken up to "
+                f"{_FULL:.0%} of them.",
+                hint=_FREE,
             )
 
     def add_shards(self, job_id: str, shards: Iterable[Shard]) -> str:
@@ -400,6 +409,11 @@ class Ledger:
         view = view_of(spec_of(fields), fields, sum(map(int, progress)), leased)
         return view if view.terminal else view.model_copy(update={"reason": self._reason(view, fields.get("stalled"))})
 
+    def memory(self) -> Memory:
+        """How much of its memory the server uses."""
+        found = self.client.info("memory")
+        return Memory(used=int(found["used_memory"]), limit=int(found.get("maxmemory", 0)))
+
     # --- workers ------------------------------------------------------------------------------------------------
 
     def announce(self, worker: WorkerView, ttl: float) -> None:
@@ -428,7 +442,9 @@ class Ledger:
             return []
         found = dict(zip(ids, cast(list[str | None], self.client.mget([f"pm:worker:{i}" for i in ids])), strict=True))
         if gone := [worker_id for worker_id, data in found.items() if data is None]:
-            self.client.srem("pm:workers", *gone)
+            # A server that is a replica for a moment can be looked at all the same.
+            with suppress(redis.ReadOnlyError):
+                self.client.srem("pm:workers", *gone)
         return [WorkerView.model_validate_json(data) for data in found.values() if data is not None]
 
     def lock(self, job_id: str, what: str, ttl: float) -> Lock:
@@ -466,6 +482,10 @@ class Ledger:
         if view.paused:
             running = f"{view.leased} shard(s) in work are finished" if view.leased else "nothing is in work"
             return f"paused: {running}, and no more is begun; `pagemill resume {view.id}` goes on"
+        memory = self.memory()
+        if memory.limit and memory.used >= memory.limit:
+            # First: workers cannot even say that they live.
+            return f"Redis is full, and takes nothing more. {_FREE}"
         undriven = None if self.client.exists("pm:swept") else _UNDRIVEN
         if view.state != "in_progress":
             return undriven or stalled

@@ -19,6 +19,7 @@ from jobs.settings import Settings, mask, settings
 from jobs.storage import Stores
 
 _LOST_SHOWN = 5
+_ALARM = 0.6
 
 
 def doctor(json: Json = False) -> None:
@@ -55,8 +56,7 @@ def _outcome(check: Callable[[Settings], str], config: Settings) -> tuple[bool, 
 
 def _redis(config: Settings) -> str:
     client = connect(config.ledger_url)
-    server, memory = client.info("server"), client.info("memory")
-    policy = memory.get("maxmemory_policy")
+    server, policy = client.info("server"), client.info("memory").get("maxmemory_policy")
     if policy not in (None, "noeviction"):
         raise PagemillError(
             f"Redis at {mask(config.ledger_url)} may evict the ledger (maxmemory-policy {policy}).",
@@ -64,6 +64,9 @@ def _redis(config: Settings) -> str:
         )
     saved = client.info("persistence").get("aof_enabled")
     note = "" if saved else "; its append-only file is off, so a restart loses the ledger"
+    memory = Ledger(client).memory()
+    if memory.limit and memory.used >= _ALARM * memory.limit:
+        note += f"; {memory.used / memory.limit:.0%} of its maxmemory is in use, and jobs are taken up to 75%"
     return f"{mask(config.ledger_url)} answers, version {server.get('redis_version')}{note}"
 
 

@@ -105,6 +105,30 @@ def test_what_only_looks_works_all_the_same(
     assert done.code in (EXIT_DONE, 3), done.err
 
 
+@pytest.mark.usefixtures("full")
+def test_a_job_that_waits_for_a_full_server_says_so(jobs: dict[str, str], pagemill: Command) -> None:
+    assert pagemill("status", jobs["JOB"], "--json").json["reason"].startswith("Redis is full")
+
+
+def test_a_dead_worker_can_be_looked_at_on_a_replica(
+    site: Site, jobs: dict[str, str], valkey: ValkeyServer, pagemill: Command, request: pytest.FixtureRequest
+) -> None:
+    valkey.client.sadd("pm:workers", "dead")
+    request.getfixturevalue("replica")
+    assert "no live worker serves the model" in pagemill("status", jobs["JOB"], "--json").json["reason"]
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.5, False), (0.7, True)])
+def test_the_doctor_tells_of_memory_that_runs_short(
+    share: float, told: bool, valkey: ValkeyServer, pagemill: Command
+) -> None:
+    valkey.client.config_set("maxmemory", int(valkey.client.info("memory")["used_memory"] / share))
+    try:
+        assert ("of its maxmemory is in use" in pagemill("doctor").out) == told
+    finally:
+        valkey.client.config_set("maxmemory", 0)
+
+
 @pytest.mark.parametrize("verb", CHANGES | LOOKS)
 def test_a_server_that_is_not_there_is_named(verb: str, jobs: dict[str, str], pagemill: Command) -> None:
     arguments = spoken((CHANGES | LOOKS)[verb], jobs)
