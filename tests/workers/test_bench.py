@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 from jobs import settings
 from jobs.settings import Settings
+from jobs.storage import Stores
 from tests.engine.models_fixture import tiny_llama
+from tests.servers import BUCKET, S3Server
 from workers.bench import bench
 from workers.bench_jobs import bench_jobs
 from workers.bench_model import _Prompts
@@ -80,3 +82,12 @@ def test_prompts_of_a_benchmark_share_no_beginning() -> None:
     many = prompts.some(1000, 8)
     assert len({tuple(prompt[:2]) for prompt in many}) == 1000
     assert {len(prompt) for prompt in many} == {8}
+
+
+def test_the_job_plane_is_measured_on_s3_and_leaves_nothing_there(tmp_path: Path, rclone_s3: S3Server) -> None:
+    prefix = f"s3://{BUCKET}/bench"
+    settings = rclone_s3.settings(state_dir=tmp_path / "s", redis_url="", storage=prefix)
+    assert rclone_s3.pid is not None
+    found = bench_jobs(50, 1, settings, {"rclone": rclone_s3.pid})
+    assert (found.storage, list(found.total.cpu)[-1]) == (prefix, "rclone")
+    assert list(Stores(settings).list(f"{prefix}/")) == []
