@@ -20,6 +20,6 @@ class LastingConsumer(Consumer):
         if self.task_consumer is not None:
             bound_open_broker_sockets(self.connection, _LAST_ANSWER_S)
             # Whether this closes it, or fails at that answer: there is none to wait for when it is tried again.
-            with suppress(*self.connection_errors):
+            with suppress(*self.connection_errors, *self.channel_errors):
                 self.task_consumer.channel.close()
         super().on_connection_error_after_connected(exc)

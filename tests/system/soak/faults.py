@@ -92,6 +92,23 @@ def valkey_frozen(mill: SoakedMill) -> Iterator[None]:
 
 
 @contextmanager
+def valkey_read_only(mill: SoakedMill) -> Iterator[None]:
+    """As after a failover: it follows a server that is not there."""
+    mill.note("valkey read-only")
+    mill.fleet.valkey.client.replicaof("127.0.0.1", 1)
+    yield
+    mill.fleet.valkey.client.replicaof("NO", "ONE")
+
+
+@contextmanager
+def valkey_full(mill: SoakedMill) -> Iterator[None]:
+    mill.note("valkey full")
+    mill.fleet.valkey.client.config_set("maxmemory", 1)
+    yield
+    mill.fleet.valkey.client.config_set("maxmemory", 0)
+
+
+@contextmanager
 def ledger_emptied(mill: SoakedMill) -> Iterator[None]:
     """The mill recovers what is lost once the block is over."""
     mill.note("ledger emptied")
@@ -236,9 +253,11 @@ ACTIONS: tuple[Fault, ...] = (
 OUTAGES: tuple[Fault, ...] = (
     valkey_killed,
     valkey_frozen,
+    valkey_read_only,
+    valkey_full,
     ledger_emptied,
     network_gone,
     server_refuses,
     network_slow,
 )
-"""Those in which the ledger may not answer, or not know the jobs, and that are over first. One at a time."""
+"""Those in which the ledger may not answer, or knows no job: they come last, are over first, and one at a time."""

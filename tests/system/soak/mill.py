@@ -13,7 +13,7 @@ from jobs.control import Control
 from jobs.errors import EXIT_UNREACHABLE
 from jobs.failpoints import POINTS
 from jobs.recover import Unusable, lost_jobs, recover
-from jobs.spec import Terms
+from jobs.spec import JobSpec, Terms
 from jobs.submit import enter
 from tests.proxy import TcpProxy
 from tests.system.checker import check
@@ -149,11 +149,11 @@ class SoakedMill:
         return Seat(kind, self.fleet.worker(self._failpoints(_WORKER_POINTS), step_s=step_s, slots=slots))
 
     def _failpoints(self, points: list[str]) -> str:
-        if self.spared or self.rng.random() < 0.4:
+        if self.spared or self.rng.random() < 0.2:
             return ""
         point = self.rng.choice(points)
         action = self.rng.choice(["kill", "stop", "raise"] if point in _RAISING_POINTS else ["kill", "stop"])
-        return f"{point}:{action}@{self.rng.randint(1, 12)}"
+        return f"{point}:{action}@{self.rng.randint(1, 6)}"
 
     # --- jobs ---------------------------------------------------------------------------------------------------
 
@@ -171,10 +171,19 @@ class SoakedMill:
                 errors[index] = code
         expires_at = int(time.time()) + rng.randint(2, 20) if rng.random() < 0.1 else None
         terms = Terms(tenant=rng.choice(["a", "b"]), priority=rng.randint(-2, 2), expires_at=expires_at)
-        job = self.fleet.prepare(prompts=prompts, terms=terms)
-        job = Job(job.spec.model_copy(update={"max_tries": MAX_TRIES}), job.prompts)
-        enter(job.spec, self.fleet.ledger, self.fleet.stores, self.fleet.tokens)
-        self.running.append(Running(job, errors, time.monotonic()))
+        fleet = self.fleet
+        if rng.random() < 0.2:
+            self.note("submit died")
+            lost = self._prepared(number, prompts, terms)
+            fleet.stores.put(lost.layout.spec, lost.model_dump_json().encode())
+        for _ in range(rng.choice([1, 1, 1, 2])):
+            spec = enter(self._prepared(number, prompts, terms), fleet.ledger, fleet.stores, fleet.tokens)
+        self.running.append(Running(Job(spec, prompts), errors, time.monotonic()))
+
+    def _prepared(self, number: int, prompts: list[str], terms: Terms) -> JobSpec:
+        """The same job for the same number, however often it is submitted."""
+        spec = self.fleet.prepare(prompts=prompts, terms=terms, idempotency_key=f"soak-{number}").spec
+        return spec.model_copy(update={"max_tries": MAX_TRIES})
 
     def look_after_jobs(self) -> None:
         """Recover those that the ledger has lost, resume those that are paused, and check those that have ended."""
