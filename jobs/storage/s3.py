@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING
 from jobs.errors import ObjectNotFound, PreconditionFailed, StorageError, UsageError
 from jobs.storage.base import CHUNK, MIB, ObjectInfo, ObjectWriter, StoredObject, UnfinishedWrite, stream_into
 from jobs.storage.file import explained as explained_file
-from jobs.storage.s3_errors import CONNECTION_ERRORS, BrokenAnswer, NoSuchUpload, WriteConflict, explained, unreachable
+from jobs.storage.s3_errors import (
+    CONNECTION_ERRORS,
+    BrokenAnswer,
+    NoSuchUpload,
+    WriteConflict,
+    broken_answer,
+    explained,
+    unreachable,
+)
 from jobs.storage.s3_object import S3Config, S3Object, connect, split_url, unquoted
 from jobs.storage.s3_probe import Probes
 from jobs.storage.s3_upload import (
@@ -33,7 +41,7 @@ from jobs.storage.s3_upload import (
 )
 
 if TYPE_CHECKING:
-    from mypy_boto3_s3.type_defs import ObjectTypeDef
+    from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef, ObjectTypeDef
 
 _SINGLE_PUT_LIMIT = 64 * MIB
 _TRIES = 6
@@ -172,11 +180,20 @@ class S3Store:
             yield StoredObject(url, entry["Size"], entry["LastModified"].timestamp())
 
     def _entries(self, prefix_url: str) -> Iterator[tuple[str, "ObjectTypeDef"]]:
+        bucket, _ = split_url(prefix_url)
+        for page in self._pages(prefix_url):
+            for entry in page.get("Contents", []):
+                yield f"s3://{bucket}/{entry['Key']}", entry
+
+    def _pages(self, prefix_url: str, delimiter: str = "") -> Iterator["ListObjectsV2OutputTypeDef"]:
         bucket, prefix = split_url(prefix_url)
         with explained("ListObjectsV2", prefix_url, self._endpoint):
-            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
-                for entry in page.get("Contents", []):
-                    yield f"s3://{bucket}/{entry['Key']}", entry
+            pages = self._client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=bucket, Prefix=prefix, Delimiter=delimiter):
+                # What broke off within its headers is to botocore a page with nothing on it, and the last.
+                if "IsTruncated" not in page:
+                    raise broken_answer("ListObjectsV2", prefix_url, self._endpoint)
+                yield page
 
     def unfinished(self, prefix_url: str) -> Iterator[UnfinishedWrite]:
         bucket, prefix = split_url(prefix_url)
@@ -196,12 +213,10 @@ class S3Store:
         abort_upload(self._object(write.url), write.upload)
 
     def folders(self, prefix_url: str) -> Iterator[str]:
-        bucket, prefix = split_url(prefix_url)
-        with explained("ListObjectsV2", prefix_url, self._endpoint):
-            pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
-            for page in pages:
-                for entry in page.get("CommonPrefixes", []):
-                    yield entry["Prefix"].removeprefix(prefix).removesuffix("/")
+        _, prefix = split_url(prefix_url)
+        for page in self._pages(prefix_url, delimiter="/"):
+            for entry in page.get("CommonPrefixes", []):
+                yield entry["Prefix"].removeprefix(prefix).removesuffix("/")
 
     def delete(self, urls: Iterable[str]) -> None:
         left = iter(urls)

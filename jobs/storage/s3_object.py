@@ -19,6 +19,7 @@ from jobs.storage.s3_errors import broken_answer, explained
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
+    from mypy_boto3_s3.type_defs import HeadObjectOutputTypeDef, PutObjectOutputTypeDef
 
 _CONNECTIONS = 32
 _READ_SIZE = MIB
@@ -101,6 +102,14 @@ def quoted(etag: str) -> str:
     return f'"{etag}"'
 
 
+def _may_be_cut(answer: "HeadObjectOutputTypeDef | PutObjectOutputTypeDef") -> bool:
+    """Whether an answer without a body may have broken off within a value that is needed: half of it looks whole.
+
+    It is the last that came then. Where a store sends it last anyway, one that is whole looks the same.
+    """
+    return next(reversed(answer["ResponseMetadata"]["HTTPHeaders"]), "").lower() in ("etag", "content-length")
+
+
 def split_url(url: str) -> tuple[str, str]:
     """Bucket and key of an S3 URL; the key may be empty. Raises UsageError."""
     refuse_parent_segments(url)
@@ -125,11 +134,18 @@ class S3Object:
         return explained(operation, self.url, self.endpoint)
 
     def head(self) -> ObjectInfo:
+        """What is there now. Raises ObjectNotFound, and BrokenAnswer where the connection was cut within the answer."""
+        seen, may_be_cut = self._look()
+        if may_be_cut and self._look()[0] != seen:
+            raise broken_answer("HeadObject", self.url, self.endpoint)
+        return seen
+
+    def _look(self) -> tuple[ObjectInfo, bool]:
         with self.explained("HeadObject"):
             answer = self.client.head_object(Bucket=self.bucket, Key=self.key)
         if not answer.get("ETag") or "ContentLength" not in answer:
             raise broken_answer("HeadObject", self.url, self.endpoint)
-        return ObjectInfo(self.url, answer["ContentLength"], unquoted(answer["ETag"]))
+        return ObjectInfo(self.url, answer["ContentLength"], unquoted(answer["ETag"])), _may_be_cut(answer)
 
     def get(self, start: int, end: int, etag: str) -> Iterator[bytes]:
         """The bytes [start, end), of which there is at least one, as they arrive.
@@ -155,17 +171,18 @@ class S3Object:
             answer = self.client.put_object(
                 Bucket=self.bucket, Key=self.key, Body=data, ContentMD5=content_md5(data), **condition
             )
-        return self._written(len(data), answer.get("ETag"))
+        return self._written(len(data), answer)
 
     def put_file(self, file: BufferedReader, size: int) -> ObjectInfo:
         with self.explained("PutObject"):
             answer = self.client.put_object(
                 Bucket=self.bucket, Key=self.key, Body=file, ContentLength=size, ContentMD5=_file_md5(file)
             )
-        return self._written(size, answer.get("ETag"))
+        return self._written(size, answer)
 
-    def _written(self, size: int, etag: str | None) -> ObjectInfo:
-        # Not every store sends the ETag with the answer to a PUT, and a connection may break before it.
+    def _written(self, size: int, answer: "PutObjectOutputTypeDef") -> ObjectInfo:
+        # Not every store sends the ETag with the answer to a PUT, and a connection may break before it, or within.
+        etag = None if _may_be_cut(answer) else answer.get("ETag")
         info = ObjectInfo(self.url, size, unquoted(etag)) if etag else self.head()
         if info.size != size:
             raise StorageError(f"{self.url} has {info.size} bytes after a PUT of {size}.")

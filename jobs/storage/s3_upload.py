@@ -52,7 +52,10 @@ class MultipartUpload:
         self._parts: list[CompletedPartTypeDef] = []
         self._size = 0
         with target.explained("CreateMultipartUpload"):
-            self._id = target.client.create_multipart_upload(Bucket=target.bucket, Key=target.key)["UploadId"]
+            answer = target.client.create_multipart_upload(Bucket=target.bucket, Key=target.key)
+        if not answer.get("UploadId"):
+            raise broken_answer("CreateMultipartUpload", target.url, target.endpoint)
+        self._id = answer["UploadId"]
 
     def __enter__(self) -> Self:
         return self

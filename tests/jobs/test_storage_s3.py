@@ -13,7 +13,7 @@ from jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, Servi
 from jobs.storage import ObjectWriter, S3Config, S3Store
 from jobs.storage import s3 as s3_module
 from jobs.storage.base import MIB
-from jobs.storage.s3_errors import explained
+from jobs.storage.s3_errors import BrokenAnswer, explained
 from jobs.storage.s3_object import S3Object
 from jobs.storage.s3_upload import MAX_PARTS, part_size
 from tests.proxy import TcpProxy, tcp_proxy
@@ -73,6 +73,35 @@ def test_a_range_of_a_known_version_takes_one_request(
     info = store.put(f"{base}/x", b"0123456789")
     monkeypatch.delattr(S3Object, "head")
     assert store.read(info.url, 2, 5, info.etag) == b"234"
+
+
+def test_a_look_at_an_object_that_is_cut_anywhere_gives_no_half_a_size(
+    moto_s3: S3Server, proxy: TcpProxy, base: str
+) -> None:
+    info = store_at(moto_s3).put(f"{base}/x", b"0123456789" * 100)
+    store = store_at(moto_s3, proxy.endpoint)
+    seen = []
+    for cut in range(320, 400):
+        proxy.cut_after(cut)
+        try:
+            seen.append(store.head(info.url))
+        except BrokenAnswer:
+            seen.append(None)
+    assert proxy.connections_cut == len(seen)
+    assert set(seen) == {info, None}
+
+
+@pytest.mark.parametrize("cut", [20, 120, 220])
+def test_a_listing_that_is_cut_within_its_headers_is_no_empty_one(
+    moto_s3: S3Server, proxy: TcpProxy, base: str, cut: int
+) -> None:
+    store_at(moto_s3).put(f"{base}/folder/x", b"x")
+    store = store_at(moto_s3, proxy.endpoint)
+    for listing in (store.list, store.folders, store.stored):
+        proxy.cut_after(cut)
+        with pytest.raises(BrokenAnswer):
+            next(listing(f"{base}/"))
+    assert proxy.connections_cut == 3
 
 
 def test_a_stream_that_does_not_get_on_says_that_the_store_is_gone(
