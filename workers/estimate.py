@@ -153,6 +153,8 @@ def _of_prompts(found: Estimate) -> list[tuple[str, str]]:
     ]
     if prompts.refused:
         facts.append(("not encodable", f"{prompts.refused:,} rows"))
+    if found.answer_tokens == 0:
+        return facts  # vectors are wanted
     if found.answer_tokens is None:
         return [*facts, ("answer tokens", "without a limit: give --answer-tokens or --max-tokens")]
     kind = "at most, by their limits" if found.answers_are_limits else "as you expect"

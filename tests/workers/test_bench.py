@@ -1,12 +1,14 @@
 """Benchmarks measure, and say what they measured; and `estimate` goes by them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from jobs import settings
+from jobs.estimate import Estimate, Longest, Prompts
 from jobs.settings import Settings
 from jobs.storage import Stores
 from tests.engine.models_fixture import tiny_llama
@@ -91,3 +93,12 @@ def test_the_job_plane_is_measured_on_s3_and_leaves_nothing_there(tmp_path: Path
     found = bench_jobs(50, 1, settings, {"rclone": rclone_s3.pid})
     assert (found.storage, list(found.total.cpu)[-1]) == (prefix, "rclone")
     assert list(Stores(settings).list(f"{prefix}/")) == []
+
+
+def test_an_estimate_of_vectors_says_nothing_of_answers() -> None:
+    from workers.estimate import _of_prompts
+
+    prompts = Prompts(3, 0, 30, 10.0, 10, 10, Longest(0, 1, 10), {16: 3}, 0.0, 32)
+    found = Estimate(3, 0, (), 1, False, prompts, 0, True, None, None)
+    assert "answer tokens" not in dict(_of_prompts(found))
+    assert dict(_of_prompts(replace(found, answer_tokens=9)))["answer tokens"] == "9 at most, by their limits"
