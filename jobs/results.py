@@ -84,9 +84,10 @@ def output_line(spec: JobSpec, index: int, line: Line, row: Row | None, outcome:
         raise ValueError("a completion of a line that is no row")
     if isinstance(spec.rows, RecordRows):
         return _extended(row.source, answer_columns(spec, outcome))
+    digest = _digest(spec, index)
     if isinstance(outcome, Embeddings):
-        return _answered(spec, index, row.custom_id, 200, _embeddings_body(spec, row, outcome))
-    return _answered(spec, index, row.custom_id, 200, _completion_body(spec, row, index, outcome))
+        return _answered(digest, row.custom_id, 200, _embeddings_body(spec, row, outcome))
+    return _answered(digest, row.custom_id, 200, _completion_body(spec, row, digest, outcome))
 
 
 def answer_columns(spec: JobSpec, outcome: Outcome) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def error_line(spec: JobSpec, index: int, line: Line, row: Row | None, error: Ro
     """The failed row's line in the error file. For a record it holds the record, where the line is one."""
     custom_id = row.custom_id if row else error.custom_id
     if not isinstance(spec.rows, RecordRows):
-        return _openai_error(spec, index, custom_id, line, error)
+        return _openai_error(_digest(spec, index), custom_id, line, error)
     place: dict[str, Any] = {"line": line.number, "byte": line.offset}
     if error.file is not None:
         place["file"] = error.file
@@ -120,10 +121,10 @@ def error_line(spec: JobSpec, index: int, line: Line, row: Row | None, error: Ro
     return b"".join((head.removesuffix(b"null}"), one_line(line.data), b"}\n"))
 
 
-def _openai_error(spec: JobSpec, index: int, custom_id: str | None, line: Line, error: RowError) -> bytes:
+def _openai_error(digest: str, custom_id: str | None, line: Line, error: RowError) -> bytes:
     if error.code in NEVER_RUN:
         reason = {"code": error.code, "message": error.message}
-        return dumps({**_head(spec, index, custom_id), "response": None, "error": reason}) + b"\n"
+        return dumps({**_head(digest, custom_id), "response": None, "error": reason}) + b"\n"
     status, kind = (500, "server_error") if error.code in SERVER_ERRORS else (400, "invalid_request_error")
     detail = {
         "message": error.message,
@@ -132,22 +133,26 @@ def _openai_error(spec: JobSpec, index: int, custom_id: str | None, line: Line, 
         "code": error.code,
         "line": line.number,
     }
-    return _answered(spec, index, custom_id, status, {"error": detail})
+    return _answered(digest, custom_id, status, {"error": detail})
 
 
-def _answered(spec: JobSpec, index: int, custom_id: str | None, status: int, body: dict[str, Any]) -> bytes:
+def _answered(digest: str, custom_id: str | None, status: int, body: dict[str, Any]) -> bytes:
     """A line for a request that was made. `error` is null even where it was refused: OpenAI says so in the response."""
-    response = {"status_code": status, "request_id": f"req_{_digest(spec, index)}", "body": body}
-    return dumps({**_head(spec, index, custom_id), "response": response, "error": None}) + b"\n"
+    response = {"status_code": status, "request_id": f"req_{digest}", "body": body}
+    return dumps({**_head(digest, custom_id), "response": response, "error": None}) + b"\n"
 
 
-def _head(spec: JobSpec, index: int, custom_id: str | None) -> dict[str, str | None]:
-    return {"id": row_id(spec, index), "custom_id": custom_id}
+def _head(digest: str, custom_id: str | None) -> dict[str, str | None]:
+    return {"id": _row_id(digest), "custom_id": custom_id}
 
 
 def row_id(spec: JobSpec, index: int) -> str:
     """The id of row `index` in OpenAI lines: the same in a job and in those that run its failed rows again."""
-    return f"batch_req_{_digest(spec, index)}"
+    return _row_id(_digest(spec, index))
+
+
+def _row_id(digest: str) -> str:
+    return f"batch_req_{digest}"
 
 
 def _record_answer(spec: JobSpec, outcome: Completion | Embeddings) -> dict[str, Any]:
@@ -187,11 +192,11 @@ def _written(vector: bytes, pooling: Pooling) -> str | list[float]:
     return [float(f"{number:.9g}") for (number,) in iter_unpack("<f", vector)]
 
 
-def _completion_body(spec: JobSpec, row: Row, index: int, completion: Completion) -> dict[str, Any]:
+def _completion_body(spec: JobSpec, row: Row, digest: str, completion: Completion) -> dict[str, Any]:
     prefix, kind = ("chatcmpl", "chat.completion") if row.kind == "chat" else ("cmpl", "text_completion")
     choice_of = _chat_choice if row.kind == "chat" else _text_choice
     body = {
-        "id": f"{prefix}-{_digest(spec, index)}",
+        "id": f"{prefix}-{digest}",
         "object": kind,
         "created": spec.created_at,
         "model": spec.model,
@@ -277,4 +282,5 @@ def _extended(record: bytes, columns: dict[str, Any]) -> bytes:
 
 
 def _digest(spec: JobSpec, index: int) -> str:
+    """What the ids of a row are made of."""
     return hashlib.sha256(f"{spec.origin}:{index}".encode()).hexdigest()[:32]
