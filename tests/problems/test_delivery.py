@@ -84,7 +84,7 @@ def test_workers_go_on_after_each_of_many_broken_connections(fleet: Fleet, proxy
     job = fleet.submit(rows=24)
     fleet.wait_for(job, lambda view: view.settled, "a shard that is done")
     with proxy.black_hole():
-        wait_until(lambda: proxy.bytes_swallowed > 1000, END_S, "words that nobody heard")
+        wait_until(lambda: proxy.bytes_swallowed, END_S, "words that nobody heard")
     fleet.finished(job)
     fleet.finished(fleet.submit(rows=4))
     assert all(process.alive for process in processes)
