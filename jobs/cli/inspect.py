@@ -5,15 +5,17 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from jobs.cli.client import Client, open_client
 from jobs.cli.options import Json
 from jobs.cli.show import exit_code, follow, print_errors, print_job, print_jobs, print_json, stderr
-from jobs.errors import EXIT_DONE, UsageError
+from jobs.errors import EXIT_DONE, UnreadableJob, UsageError
 from jobs.follow import follow_results
 from jobs.news import News
 from jobs.output import Output
 from jobs.reading import copy_output, json_lines, output_files
+from jobs.records import JobView
 from jobs.recover import is_lost
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
@@ -40,7 +42,13 @@ def list_jobs(
 ) -> None:
     """List jobs, newest first."""
     ledger = open_client().ledger
-    views = [ledger.view(job_id) for job_id in ledger.job_ids(limit)]
+    views: list[JobView] = []
+    for job_id in ledger.job_ids(limit):
+        try:
+            views.append(ledger.view(job_id))
+        except (UsageError, UnreadableJob) as error:
+            # One that was removed meanwhile, or that a newer version has submitted, hides none of the others.
+            stderr.print(f"[yellow]left out:[/] {job_id}: {escape(error.message)}")
     print_json([view.as_dict() for view in views]) if json else print_jobs(views)
 
 

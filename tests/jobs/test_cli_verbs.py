@@ -17,7 +17,7 @@ from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED, EXIT_USAGE
 from jobs.formats.jsonl import dumps
 from jobs.ledger import Ledger
 from tests.jobs.commands import Command, commands
-from tests.jobs.ledgers import leased
+from tests.jobs.ledgers import key, leased
 from tests.jobs.site import Site
 from tests.servers import ValkeyServer
 
@@ -163,6 +163,17 @@ def test_a_column_that_is_called_otherwise_shows_at_once(name: str, rows: int, p
     assert done.code == EXIT_DONE
     told = "The first rows are all bad: line 1: Missing required column: 'prompt'." in done.err
     assert told == (rows == 25 and not name.endswith("gz"))
+
+
+def test_a_job_that_cannot_be_read_hides_no_other(pagemill: Command, site: Site) -> None:
+    newer, gone, mine = submitted(pagemill), submitted(pagemill), submitted(pagemill)
+    spec = json.loads(site.ledger.client.hget(key(newer, "job"), "spec"))
+    site.ledger.client.hset(key(newer, "job"), "spec", json.dumps({**spec, "of_a_newer_version": 1}))
+    site.ledger.client.delete(key(gone, "job"))
+    done = pagemill("list", "--json")
+    assert (done.code, [view["id"] for view in done.json]) == (EXIT_DONE, [mine])
+    assert newer in done.err
+    assert gone in done.err
 
 
 # --- how a job runs beside others ---------------------------------------------------------------------------------
