@@ -28,11 +28,16 @@ def jobs(
     rows: Annotated[int, typer.Option(min=1, help="Rows of the job.")] = 100_000,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     storage: Annotated[
-        str | None, typer.Option(help="A bucket's prefix to measure with. Default: a folder that is removed.")
+        str | None,
+        typer.Option(help="A bucket's prefix to measure with; what the job puts there is removed. Default: a folder."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Rows a second from submit to manifest with a stub for an engine: what the job plane itself can do."""
+    """Rows a second from submit to manifest with a stub for an engine: what the job plane itself can do.
+
+    A line for each stage: by the clock, and the CPU time for each row of every process but the store's, which is what
+    to compare by on a machine that is not idle.
+    """
     from workers.bench_jobs import bench_jobs
 
     with tempfile.TemporaryDirectory(prefix="pagemill-bench-") as folder:

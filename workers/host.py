@@ -140,7 +140,7 @@ class EngineHost:
         return self._engine.pid
 
     def stop(self, timeout_s: float = 3) -> None:
-        """End the engine; calls that are open raise EngineDied."""
+        """End the engine; calls that are open are answered with EngineDied."""
         self._stopping.set()
         self._engine.stop(timeout_s)
         while self._keeper.is_alive():
