@@ -233,9 +233,10 @@ def test_32_a_job_of_a_newer_version_is_left_to_newer_workers(fleet: Fleet) -> N
     """They say so, try no shard of it, and go on with others. So does the sweeper, whose tokens are all there are."""
     fleet.control()
     newer, known = fleet.submit(), fleet.submit()
-    wait_until_opened(fleet, newer, known)
+    client, queue = fleet.ledger.client, fleet.work_queue()
+    wait_until(lambda: client.llen(queue) == 2 * 24 / SHARD_ROWS, END_S, "a token for each shard")
     make_readable = make_unreadable(fleet, newer)
-    fleet.ledger.client.delete(fleet.work_queue())
+    client.delete(queue)
     worker = hurt_worker(fleet)
     fleet.finished(known)
     faults = wait_until(lambda: fleet.ledger.faults(newer.id), END_S, "a word of the newer job")

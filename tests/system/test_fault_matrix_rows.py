@@ -153,7 +153,7 @@ def test_27_a_row_that_the_engine_refuses_is_an_error_and_nothing_restarts(fleet
 def test_27_an_engine_that_is_killed_is_started_again_and_asked_again(fleet: Fleet) -> None:
     fleet.control()
     worker = fleet.worker(step_s=0.3)
-    job = fleet.submit(40)
+    job = fleet.submit(80)
     fleet.wait_for(job, lambda view: view.done and view.leased, "the middle of the job")
     killed = the_worker(fleet).engine_pid
     assert killed is not None
