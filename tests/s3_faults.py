@@ -87,7 +87,7 @@ class FaultyApp:
             started.append((status, headers))
             return lambda data: None
 
-        body = b"".join(self._app(environ, start))  # type: ignore[arg-type]
+        body = b"".join(self._app(environ, start))
         status, headers = started[-1]
         if self._hidden is not None and "list-type=2" in environ["QUERY_STRING"]:
             shown = _ENTRY.sub(self._shown, body)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.broker import Tokens, make_app, model_queue, queue_key
+from jobs.errors import ObjectNotFound
 from jobs.failpoints import VARIABLE
 from jobs.ledger import Ledger
 from jobs.records import JobView, Manifest
@@ -70,6 +71,10 @@ class Process:
     def stopped(self) -> bool:
         """Whether it is by the kernel's word, as by a failpoint that stops it."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def wait_for_line(self, words: str) -> None:
+        """Until it has logged that."""
+        wait_until(lambda: words in self.log.read_text(), END_S, f"{words!r} in the log of {self.name}")
 
     def wait_until_stopped(self) -> None:
         wait_until(lambda: self.stopped, END_S, f"a stopped {self.name}")
@@ -231,6 +236,27 @@ class Fleet:
         """The manifest of a job that completes in time and keeps every promise."""
         self.wait_for_end(job, timeout_s=timeout_s)
         return self.check(job, errors=errors)
+
+    def recover(self) -> list[str]:
+        """The jobs that `pagemill recover` enters."""
+        command = [*PAGEMILL, "recover", "--json"]
+        done = subprocess.run(command, env=self.env("", {}), capture_output=True, timeout=END_S)
+        assert done.returncode == 0, done.stderr.decode()
+        return [view["id"] for view in json.loads(done.stdout)["recovered"]]
+
+    def has_result(self, job: Job) -> bool:
+        """Whether anything is where people look for a result."""
+        return any(self._is_there(url) for url in (job.spec.layout.manifest, job.spec.output_url))
+
+    def _is_there(self, url: str) -> bool:
+        try:
+            self.stores.head(url)
+        except ObjectNotFound:
+            return False
+        return True
+
+    def all_alive(self) -> bool:
+        return all(process.alive for process in self.processes)
 
     def tries(self, job: Job) -> dict[int, int]:
         """How often each shard was leased, less what was given back."""

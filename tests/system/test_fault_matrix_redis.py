@@ -5,51 +5,21 @@ What takes a minute or ten by default is scaled: a lease lives for two seconds, 
 it says so a client of the ledger waits a fifth of a second for an answer instead of ten.
 """
 
-import json
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from jobs.broker import CONTROL_QUEUE, queue_key
-from jobs.errors import LedgerFull, ObjectNotFound
+from jobs.errors import LedgerFull
 from jobs.recover import lost_jobs
 from tests.proxy import tcp_proxy
 from tests.servers import ValkeyServer
-from tests.system.fleet import END_S, SHARD_ROWS, Fleet, Job, Process
-from tests.system.mill import PAGEMILL, wait_until
+from tests.system.fleet import END_S, SHARD_ROWS, Fleet
+from tests.system.mill import wait_until
 
 STEP_S = 0.15
 """Of the stub engine: a job of six shards takes about a second."""
-
-
-def wait_for_line(process: Process, words: str, since: int = 0) -> None:
-    """Until the process has logged that, after the first `since` characters of its log."""
-    wait_until(lambda: words in process.log.read_text()[since:], END_S, f"{words!r} in the log of {process.name}")
-
-
-def all_alive(fleet: Fleet) -> bool:
-    return all(process.alive for process in fleet.processes)
-
-
-def has_result(fleet: Fleet, job: Job) -> bool:
-    """Whether anything is where people look for a result."""
-    for url in (job.spec.layout.manifest, job.spec.output_url):
-        try:
-            fleet.stores.head(url)
-        except ObjectNotFound:
-            continue
-        return True
-    return False
-
-
-def recover(fleet: Fleet) -> list[str]:
-    """The jobs that `pagemill recover` enters."""
-    command = [*PAGEMILL, "recover", "--json"]
-    done = subprocess.run(command, env=fleet.env("", {}), capture_output=True, timeout=END_S)
-    assert done.returncode == 0, done.stderr.decode()
-    return [view["id"] for view in json.loads(done.stdout)["recovered"]]
 
 
 # --- 12: half-open ----------------------------------------------------------------------------------------------------
@@ -63,10 +33,10 @@ def test_12_valkey_freezes_and_thaws(fleet: Fleet, own_valkey: ValkeyServer) -> 
     fleet.wait_for(job, lambda view: view.done, "rows done")
     own_valkey.send(signal.SIGSTOP)
     for process in (control, worker):
-        wait_for_line(process, "Timeout reading from socket")
+        process.wait_for_line("Timeout reading from socket")
     own_valkey.send(signal.SIGCONT)
     fleet.finished(job)
-    assert all_alive(fleet)
+    assert fleet.all_alive()
 
 
 def test_12_a_worker_that_the_ledger_does_not_hear_loses_its_shards_and_comes_back(
@@ -97,10 +67,10 @@ def test_13_valkey_becomes_a_replica_of_nobody_for_a_while(fleet: Fleet, own_val
     fleet.wait_for(job, lambda view: view.done, "rows done")
     own_valkey.client.replicaof("127.0.0.1", "1")
     for process in (control, worker):
-        wait_for_line(process, "read only")
+        process.wait_for_line("read only")
     own_valkey.client.replicaof("NO", "ONE")
     fleet.finished(job)
-    assert all_alive(fleet)
+    assert fleet.all_alive()
 
 
 # --- 14: full ---------------------------------------------------------------------------------------------------------
@@ -112,13 +82,13 @@ def test_14_a_full_valkey_refuses_jobs_and_keeps_those_it_has(fleet: Fleet, own_
     fleet.wait_for(job, lambda view: view.done, "rows done")
     own_valkey.client.config_set("maxmemory", 1_000_000)
     for process in (control, worker):
-        wait_for_line(process, "used memory > 'maxmemory'")
+        process.wait_for_line("used memory > 'maxmemory'")
     refused = fleet.prepare()
     with pytest.raises(LedgerFull, match=r"1,000,000 bytes"):
         fleet.enter(refused)
     own_valkey.client.config_set("maxmemory", 0)
     fleet.finished(job)
-    assert all_alive(fleet)
+    assert fleet.all_alive()
     assert list(lost_jobs(fleet.settings.storage_url, fleet.ledger, fleet.stores)) == []
 
 
@@ -147,7 +117,7 @@ def test_15_valkey_loses_commits(fleet: Fleet, own_valkey: ValkeyServer, tmp_pat
     fleet.roll_back(tmp_path / "copy")
     fleet.finished(job)
     assert any(len(attempts) > 1 for attempts in fleet.history.commits(job.id).values()), "no commit was lost"
-    assert all_alive(fleet)
+    assert fleet.all_alive()
 
 
 def test_15_valkey_forgets_that_a_job_is_done(fleet: Fleet, own_valkey: ValkeyServer, tmp_path: Path) -> None:
@@ -175,11 +145,11 @@ def test_15_valkey_forgets_the_job(to: str, fleet: Fleet, own_valkey: ValkeyServ
     fleet.wait_for(job, lambda view: view.settled > 2, "commits")
     kept = fleet.ledger.records(job.id)
     fleet.roll_back(None if to == "nothing" else tmp_path / "copy")
-    assert job.id in recover(fleet)
+    assert job.id in fleet.recover()
     manifest = fleet.finished(job)
     assert {segment.shard: segment.record for segment in manifest.segments if segment.shard in kept} == kept
     assert not fleet.tries(job).keys() & kept.keys(), "a committed shard ran again"
-    assert all_alive(fleet)
+    assert fleet.all_alive()
 
 
 def test_15_valkey_forgets_a_job_that_is_done(fleet: Fleet) -> None:
@@ -188,7 +158,7 @@ def test_15_valkey_forgets_a_job_that_is_done(fleet: Fleet) -> None:
     job = fleet.submit()
     manifest = fleet.finished(job)
     fleet.roll_back(None)
-    assert recover(fleet) == [job.id]
+    assert fleet.recover() == [job.id]
     assert fleet.finished(job) == manifest
     assert fleet.tries(job) == {}
 
@@ -202,7 +172,7 @@ def test_15_a_job_is_recovered_where_valkey_was_emptied_and_no_connection_broke(
     job = fleet.submit(10 * SHARD_ROWS)
     fleet.wait_for(job, lambda view: view.settled, "a commit")
     own_valkey.client.flushall()
-    assert recover(fleet) == [job.id]
+    assert fleet.recover() == [job.id]
     own_valkey.client.delete(fleet.work_queue(), queue_key(CONTROL_QUEUE))
     fleet.finished(job)
 
@@ -221,9 +191,9 @@ def test_16_a_lease_of_a_ledger_that_is_gone_commits_nothing(point: str, fleet: 
     assert held
     fleet.roll_back(None)
     worker.send(signal.SIGCONT)
-    wait_for_line(worker, "abandoned (stop)")
-    assert not has_result(fleet, job)
-    assert recover(fleet) == [job.id]
+    worker.wait_for_line("abandoned (stop)")
+    assert not fleet.has_result(job)
+    assert fleet.recover() == [job.id]
     manifest = fleet.finished(job)
     if point != "row.asked":
         assert manifest.segments[0].record.attempt in held.values(), "a segment that is whole was made twice"

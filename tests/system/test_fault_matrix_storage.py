@@ -20,7 +20,6 @@ from tests.servers import BUCKET, ValkeyServer, rclone_s3
 from tests.system.fleet import END_S, LEASE_TTL, SHARD_ROWS, Fleet, Job, Process
 from tests.system.fleet import fleet as new_fleet
 from tests.system.mill import wait_until
-from tests.system.test_fault_matrix_redis import has_result, recover, wait_for_line
 
 SEED = 20
 STEP_S = 0.15
@@ -177,7 +176,7 @@ def test_21_another_manifest_comes_between_the_look_and_the_write(anywhere: Flee
             assert came.wait(END_S)
             take_lock(anywhere, job)
             manifest = anywhere.finished(job)
-        wait_for_line(late, "another process may have done the same (fin)")
+        late.wait_for_line("another process may have done the same (fin)")
         assert anywhere.finished(job) == manifest
 
 
@@ -218,7 +217,7 @@ def test_22_a_listing_that_comes_late_costs_work_and_nothing_else(bucket: Fleet,
     shown = bucket.ledger.records(job.id)
     with app.listing_late(rb"/att/00000[01]/"):
         bucket.roll_back(None)
-        assert recover(bucket) == [job.id]
+        assert bucket.recover() == [job.id]
         bucket.finished(job)
     assert app.entries_hidden >= 4
     again = bucket.tries(job).keys()
@@ -241,7 +240,7 @@ def test_23_the_input_is_overwritten_while_its_job_runs(anywhere: Fleet) -> None
     worker.send(signal.SIGCONT)
     view = anywhere.wait_for_end(job, "failed")
     assert [error.code for error in view.errors] == ["input_changed"]
-    assert not has_result(anywhere, job)
+    assert not anywhere.has_result(job)
     assert worker.alive
 
 
@@ -252,7 +251,7 @@ def test_23_the_input_is_overwritten_before_its_job_is_planned(anywhere: Fleet) 
     anywhere.control()
     view = anywhere.wait_for_end(job, "failed")
     assert [error.code for error in view.errors] == ["input_changed"]
-    assert not has_result(anywhere, job)
+    assert not anywhere.has_result(job)
 
 
 def overwrite_input(fleet: Fleet, job: Job) -> None:
