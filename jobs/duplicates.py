@@ -48,7 +48,10 @@ class IdDigests:
             hashes = b"".join(self._read(run[part], run[part + 1]) for run in self._runs)
             if len(hashes) <= _SIZE:
                 continue  # as nearly all are of a small job
-            counts = pc.value_counts(_numbers(hashes))
+            numbers = _numbers(hashes)
+            counts = pc.value_counts(numbers)
+            if len(counts) == len(numbers):
+                continue
             found.extend(_of(counts.field(0).filter(pc.greater(counts.field(1), 1)).sort()))
         return found
 

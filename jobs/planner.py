@@ -156,19 +156,20 @@ class _Look:
         self.finder = schema_finder(spec)
 
     def at_lines(self, lines: Iterator[Line]) -> None:
-        cutter, digests = self._cutter, self.digests
+        cut, hold = self._cutter.add, self.digests.add
         # A table's columns are found in the rows themselves, all of them.
         look = quick_check(self._spec) if self.finder is None else _nothing
-        for line in lines if self._spec.input.limit is None else islice(lines, self._spec.input.limit - cutter.rows):
+        limit = self._spec.input.limit
+        for line in lines if limit is None else islice(lines, limit - self._cutter.rows):
             data = line.data or b""
-            good = look(data)
-            if good is None and (good := self._closely(line)) is None:
-                cutter.add(line, 0)
+            good = look(data) or self._closely(line)
+            if good is None:
+                cut(line, 0)
                 continue
             custom_id, tokens = good
-            cutter.add(line, len(data) // _BYTES_PER_TOKEN + tokens)
+            cut(line, len(data) // _BYTES_PER_TOKEN + tokens)
             if custom_id is not None:
-                digests.add(custom_id)
+                hold(custom_id)
 
     def at_tables(self, tables: Iterator[Rows]) -> None:
         spec, cutter = self._spec, self._cutter

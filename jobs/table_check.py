@@ -57,10 +57,12 @@ def table_check(spec: JobSpec, columns: pa.Schema) -> Callable[[pa.RecordBatch],
         ids = batch.column("custom_id") if has_ids else None
         if ids is not None and (pc.max(pc.utf8_length(ids)).as_py() or 0) > MAX_CUSTOM_ID:
             return None
-        sizes = pa.array([frame] * batch.num_rows, pa.int64())
+        sizes = prompts
         for name in texts:
-            sizes = pc.add(sizes, pc.fill_null(pc.binary_length(batch.column(name)), 0))
-        return GoodRows(repeat(None) if ids is None else ids.to_pylist(), sizes.to_pylist(), tokens)
+            if name != prompt:
+                sizes = pc.add(sizes, pc.fill_null(pc.binary_length(batch.column(name)), 0))
+        custom_ids = repeat(None) if ids is None else ids.to_pylist()
+        return GoodRows(custom_ids, [frame + size for size in sizes.to_pylist()], tokens)
 
     return look
 

@@ -34,6 +34,10 @@ class Line(NamedTuple):
     place: int = 0
 
 
+# Of a named tuple, `__new__` is a Python function, which a file of millions of lines would call for each.
+_new = tuple.__new__
+
+
 def iter_lines(
     chunks: Iterable[bytes], max_line_bytes: int, *, first_number: int = 1, offset: int = 0, file: int = 0
 ) -> Iterator[Line]:
@@ -64,7 +68,7 @@ def iter_lines(
             if len(data) > max_line_bytes:
                 yield Line(number, offset, end, None, file)
             elif data and not data.isspace():
-                yield Line(number, offset, end, data[:-1] if data[-1] == _CR else data, file)
+                yield _new(Line, (number, offset, end, data[:-1] if data[-1] == _CR else data, file, None, 0))
             number += 1
             offset = end
         held = len(tail)
