@@ -188,14 +188,14 @@ def test_31_control_workers_that_come_and_go_plan_and_assemble_each_job_once(fle
     planner = fleet.control("plan.opened:kill")
     jobs = [fleet.submit(16)]
     assert planner.wait_for_death() == -signal.SIGKILL
-    others = [fleet.control(), fleet.control()]
+    leaving = fleet.control()
     jobs += [fleet.submit(16), fleet.submit(16)]
     for job in jobs:
         for task in (PLAN, PLAN, ASSEMBLE, ASSEMBLE):
             assert fleet.tokens.send(task, job.id)
     wait_until_opened(fleet, *jobs)
-    others[0].send(signal.SIGTERM)
-    fleet.control()
+    others = [fleet.control(), fleet.control()]
+    leaving.send(signal.SIGTERM)
     fleet.worker()
     for job in jobs:
         fleet.wait_for(job, lambda view: view.done, "a row that is done")
@@ -203,7 +203,8 @@ def test_31_control_workers_that_come_and_go_plan_and_assemble_each_job_once(fle
         fleet.finished(job)
         assert fleet.history.states(job.id) == ["validating", "in_progress", "finalizing", "completed"]
         assert set(fleet.tries(job).values()) == {1}
-    assert others[0].wait_for_death() == 0
+    assert leaving.wait_for_death() == 0
+    assert all(other.alive for other in others)
 
 
 # --- 32: rolling deploys ----------------------------------------------------------------------------------------
