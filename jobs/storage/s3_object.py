@@ -102,12 +102,12 @@ def quoted(etag: str) -> str:
     return f'"{etag}"'
 
 
-def _may_be_cut(answer: "HeadObjectOutputTypeDef | PutObjectOutputTypeDef") -> bool:
-    """Whether an answer without a body may have broken off within a value that is needed: half of it looks whole.
+def _may_be_cut(answer: "HeadObjectOutputTypeDef | PutObjectOutputTypeDef", *needed: str) -> bool:
+    """Whether an answer without a body may have broken off within a header that is needed: half of it looks whole.
 
     It is the last that came then. Where a store sends it last anyway, one that is whole looks the same.
     """
-    return next(reversed(answer["ResponseMetadata"]["HTTPHeaders"]), "").lower() in ("etag", "content-length")
+    return next(reversed(answer["ResponseMetadata"]["HTTPHeaders"]), "").lower() in needed
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -145,7 +145,8 @@ class S3Object:
             answer = self.client.head_object(Bucket=self.bucket, Key=self.key)
         if not answer.get("ETag") or "ContentLength" not in answer:
             raise broken_answer("HeadObject", self.url, self.endpoint)
-        return ObjectInfo(self.url, answer["ContentLength"], unquoted(answer["ETag"])), _may_be_cut(answer)
+        seen = ObjectInfo(self.url, answer["ContentLength"], unquoted(answer["ETag"]))
+        return seen, _may_be_cut(answer, "etag", "content-length")
 
     def get(self, start: int, end: int, etag: str) -> Iterator[bytes]:
         """The bytes [start, end), of which there is at least one, as they arrive.
@@ -182,7 +183,7 @@ class S3Object:
 
     def _written(self, size: int, answer: "PutObjectOutputTypeDef") -> ObjectInfo:
         # Not every store sends the ETag with the answer to a PUT, and a connection may break before it, or within.
-        etag = None if _may_be_cut(answer) else answer.get("ETag")
+        etag = None if _may_be_cut(answer, "etag") else answer.get("ETag")
         info = ObjectInfo(self.url, size, unquoted(etag)) if etag else self.head()
         if info.size != size:
             raise StorageError(f"{self.url} has {info.size} bytes after a PUT of {size}.")

@@ -75,6 +75,18 @@ def test_a_range_of_a_known_version_takes_one_request(
     assert store.read(info.url, 2, 5, info.etag) == b"234"
 
 
+@pytest.mark.parametrize("server", ["moto_s3", "rclone_s3"])
+def test_a_put_takes_one_request(
+    server: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_at(request.getfixturevalue(server))
+    file = tmp_path / "file"
+    file.write_bytes(b"more")
+    monkeypatch.delattr(S3Object, "head")
+    assert store.put(f"s3://{BUCKET}/one", b"some").size == 4
+    assert store.put_file(f"s3://{BUCKET}/one", file).size == 4
+
+
 def test_a_look_at_an_object_that_is_cut_anywhere_gives_no_half_a_size(
     moto_s3: S3Server, proxy: TcpProxy, base: str
 ) -> None:
