@@ -52,7 +52,7 @@ from jobs.spec import (
 )
 from jobs.storage import Stores
 
-_SHARD_BYTES = 410
+_SHARD_BYTES = 1_000
 """What the ledger holds of a shard and of its record."""
 _USUAL_SHARD_BYTES = 128 * 1024
 """Of the input: what has the tokens of a shard."""
