@@ -74,10 +74,9 @@ class Mill:
         assert (view.state, view.done, manifest.output.lines) == ("completed", view.rows, view.rows), view
         peaks = {"submit": submit_peak, "control": peak_bytes(self._control.pid)}
         for number, worker in enumerate(self._ledger.workers()):
-            peaks |= {
-                f"worker {number}": peak_bytes(worker.pid),
-                f"engine {number}": peak_bytes(worker.engine_pid or 0),
-            }
+            peaks[f"worker {number}"] = peak_bytes(worker.pid)
+            if worker.engine_pid is not None:
+                peaks[f"engine {number}"] = peak_bytes(worker.engine_pid)
         return Measured(
             rows=view.done,
             input_bytes=source.stat().st_size,
