@@ -255,8 +255,13 @@ class Fleet:
             return False
         return True
 
-    def all_alive(self) -> bool:
-        return all(process.alive for process in self.processes)
+    def wait_for_signs_of_life(self) -> None:
+        """Until there was a sweep and a beat of each model worker: processes are alive, and so are their threads."""
+        assert all(process.alive for process in self.processes)
+        workers = [process for process in self.processes if process.name.startswith("worker-")]
+        self.ledger.client.delete("pm:swept", "pm:workers")
+        wait_until(lambda: self.ledger.client.exists("pm:swept"), END_S, "a sweep")
+        wait_until(lambda: len(self.ledger.workers()) >= len(workers), END_S, "a beat of each worker")
 
     def tries(self, job: Job) -> dict[int, int]:
         """How often each shard was leased, less what was given back."""

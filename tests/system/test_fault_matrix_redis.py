@@ -36,7 +36,7 @@ def test_12_valkey_freezes_and_thaws(fleet: Fleet, own_valkey: ValkeyServer) -> 
         process.wait_for_line("Timeout reading from socket")
     own_valkey.send(signal.SIGCONT)
     fleet.finished(job)
-    assert fleet.all_alive()
+    fleet.wait_for_signs_of_life()
 
 
 def test_12_a_worker_that_the_ledger_does_not_hear_loses_its_shards_and_comes_back(
@@ -70,7 +70,7 @@ def test_13_valkey_becomes_a_replica_of_nobody_for_a_while(fleet: Fleet, own_val
         process.wait_for_line("read only")
     own_valkey.client.replicaof("NO", "ONE")
     fleet.finished(job)
-    assert fleet.all_alive()
+    fleet.wait_for_signs_of_life()
 
 
 # --- 14: full ---------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_14_a_full_valkey_refuses_jobs_and_keeps_those_it_has(fleet: Fleet, own_
         fleet.enter(refused)
     own_valkey.client.config_set("maxmemory", 0)
     fleet.finished(job)
-    assert fleet.all_alive()
+    fleet.wait_for_signs_of_life()
     assert list(lost_jobs(fleet.settings.storage_url, fleet.ledger, fleet.stores)) == []
 
 
@@ -117,7 +117,7 @@ def test_15_valkey_loses_commits(fleet: Fleet, own_valkey: ValkeyServer, tmp_pat
     fleet.roll_back(tmp_path / "copy")
     fleet.finished(job)
     assert any(len(attempts) > 1 for attempts in fleet.history.commits(job.id).values()), "no commit was lost"
-    assert fleet.all_alive()
+    fleet.wait_for_signs_of_life()
 
 
 def test_15_valkey_forgets_that_a_job_is_done(fleet: Fleet, own_valkey: ValkeyServer, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_15_valkey_forgets_the_job(to: str, fleet: Fleet, own_valkey: ValkeyServ
     manifest = fleet.finished(job)
     assert {segment.shard: segment.record for segment in manifest.segments if segment.shard in kept} == kept
     assert not fleet.tries(job).keys() & kept.keys(), "a committed shard ran again"
-    assert fleet.all_alive()
+    fleet.wait_for_signs_of_life()
 
 
 def test_15_valkey_forgets_a_job_that_is_done(fleet: Fleet) -> None:
