@@ -15,6 +15,7 @@ from itertools import count
 import pyarrow as pa
 
 from jobs.errors import ObjectNotFound, UsageError
+from jobs.formats.arrow_types import plain
 from jobs.formats.names import compression_of, compression_of_bytes, compression_suffix, format_of
 from jobs.formats.parquet import ParquetFacts, ParquetReader, RangedFile, common_schema
 from jobs.formats.where import parse_where, top_column
@@ -111,7 +112,8 @@ def _with_schema(given: Input, stores: Stores) -> Input:
 
     with ThreadPoolExecutor(_HEADS_AT_ONCE) as pool:
         facts = list(pool.map(facts_of, given.files))
-    schema = common_schema([(file.label, fact.schema) for file, fact in zip(given.files, facts, strict=True)])
+    found = common_schema([(file.label, fact.schema) for file, fact in zip(given.files, facts, strict=True)])
+    schema = pa.schema([field.with_type(plain(field.type)) for field in found])
     _check_columns(given, schema)
     return given.model_copy(
         update={

@@ -14,6 +14,7 @@ import pyarrow as pa
 from pydantic_core import from_json
 
 from jobs.errors import ObjectNotFound, PagemillError, RowError
+from jobs.formats.arrow_types import without_nulls
 from jobs.formats.json_columns import JsonColumns, column_of, encoder_of, json_text_field, without_surrogates
 from jobs.formats.json_values import json_field
 from jobs.formats.jsonl import Line, dumps
@@ -85,7 +86,7 @@ def _with_results(spec: JobSpec, passed_on: pa.Schema) -> pa.Schema:
     if not isinstance(spec.rows, RecordRows):
         return ours
     passed = [field for field in passed_on if field.name not in ours.names]
-    return pa.schema([*(field.with_type(pa.string()) if field.type == pa.null() else field for field in passed), *ours])
+    return pa.schema([*(field.with_type(without_nulls(field.type)) for field in passed), *ours])
 
 
 def answers_in(spec: JobSpec, batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
@@ -229,7 +230,7 @@ class _TableRows:
 
 
 def _typed(values: pa.Array, field: pa.Field) -> pa.Array:
-    """The values, unless they are nulls of no type: such a column is one of strings."""
+    """The values, of which those that are nulls of no type become strings."""
     return values if values.type == field.type else values.cast(field.type)
 
 

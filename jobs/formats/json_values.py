@@ -10,7 +10,8 @@ month-day-nano intervals            [months, days, nanoseconds]
 binary                              base64
 lists, structs                      arrays, objects
 maps                                arrays of {"key": ..., "value": ...}
-extension types                     as what they are stored as
+UUIDs                               "8f14e45f-ceea-467f-a0e6-2c1f0a5d3a4b"
+other extension types               as what they are stored as
 """
 
 import math
@@ -18,6 +19,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -48,7 +50,7 @@ def json_field(field: pa.Field) -> pa.Field:
 def _json_type(kind: pa.DataType) -> pa.DataType:
     if kinds.is_dictionary(kind) or kinds.is_run_end_encoded(kind):
         return _json_type(kind.value_type)
-    if isinstance(kind, pa.BaseExtensionType):
+    if isinstance(kind, pa.BaseExtensionType) and not isinstance(kind, pa.UuidType):
         return _json_type(kind.storage_type)
     if kinds.is_struct(kind):
         return pa.struct([json_field(field) for field in kind])
@@ -122,6 +124,8 @@ def _writer(kind: pa.DataType, finite: bool) -> Writer | None:
             return None
         inside = _nullable(kind.value_type, finite)
         return lambda scalar: inside(scalar.value)
+    if isinstance(kind, pa.UuidType):
+        return lambda scalar: str(UUID(bytes=scalar.value.as_py()))
     if isinstance(kind, pa.BaseExtensionType):
         stored = _writer(kind.storage_type, finite) or _as_python
         return lambda scalar: stored(scalar.value)
