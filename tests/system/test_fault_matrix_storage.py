@@ -120,12 +120,13 @@ def lease_expiry(fleet: Fleet, job: Job, shard: int) -> float:
 def test_19_the_reply_to_the_manifest_is_lost(bucket: Fleet, app: FaultyApp) -> None:
     with tcp_proxy(bucket.s3.endpoint) as proxy:
         proxy.drop_reply_to(b'"spec_fingerprint"')
-        bucket.control(**{ENDPOINT: proxy.endpoint})
+        assembler = bucket.control(**{ENDPOINT: proxy.endpoint})
         bucket.worker()
         job = bucket.submit()
         bucket.finished(job)
         assert proxy.replies_dropped == 1
     assert app.statuses("PUT", "/manifest.json") == [200, 412]
+    assert "cannot be assembled" not in assembler.log.read_text(), "its own manifest was taken for another's"
 
 
 def take_lock(fleet: Fleet, job: Job) -> None:
