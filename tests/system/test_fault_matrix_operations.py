@@ -53,7 +53,7 @@ def wait_until_opened(fleet: Fleet, *jobs: Job) -> None:
 def test_28_a_worker_under_load_stops_within_its_grace_and_no_try_counts(fleet: Fleet) -> None:
     """All its slots wait for a step that does not end; past the grace it would end itself with another code."""
     fleet.control()
-    worker = fleet.worker(step_s=NEVER_S, **{GRACE: "10"})
+    worker = fleet.worker(step_s=NEVER_S, **{GRACE: "20"})
     job = fleet.submit()
     fleet.wait_for(job, lambda view: view.leased == 2, "a busy worker")
     worker.send(signal.SIGTERM)
