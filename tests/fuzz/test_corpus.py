@@ -14,7 +14,7 @@ def test_what_the_fuzzer_begins_with_and_has_found_is_run_or_refused(seed: Path)
     check(case_of(seed.read_bytes()))
 
 
-def test_the_seeds_are_of_all_kinds_and_most_have_rows_that_run() -> None:
-    cases = [case_of(seed.read_bytes()) for seed in CORPUS]
-    assert {case.files[0][0].split(".")[1] for case in cases} == {kind.strip(".") for kind in KINDS}
-    assert [check(case) for case in cases].count("planned") > len(cases) / 2
+def test_the_seeds_are_of_all_kinds_and_have_rows_that_run() -> None:
+    cases = {seed.name: case_of(seed.read_bytes()) for seed in CORPUS}
+    assert {case.files[0][0].split(".")[1] for case in cases.values()} == {kind.strip(".") for kind in KINDS}
+    assert [check(cases[name]) for name in ("records", "csv", "parquet-zstd", "openai")] == ["planned"] * 4
