@@ -42,7 +42,8 @@ def test_a_table_in_and_a_folder_of_tables_out(tmp_path: Path) -> None:
     found = pq.read_table(tmp_path / "out")
     assert found.select(asked.column_names) == asked
     assert [type(text) for text in found.column("response").to_pylist()] == [str, str, type(None)]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["_manifest.json", "part-00000.parquet"]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == [".huggingface.yaml", "_manifest.json", "part-00000.parquet"]
     assert b"Say hi." in done.stdout
 
 
