@@ -5,6 +5,7 @@ What takes minutes by default is scaled: a lease lives for two seconds, a sweep 
 """
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -175,6 +176,8 @@ def test_21_another_manifest_comes_between_the_look_and_the_write(anywhere: Flee
             anywhere.worker()
             anywhere.enter(job)
             assert came.wait(END_S)
+            second = int(time.time())
+            wait_until(lambda: int(time.time()) > second, END_S, "another second, which is what manifests tell apart")
             take_lock(anywhere, job)
             manifest = anywhere.finished(job)
         late.wait_for_line("another process may have done the same (fin)")
