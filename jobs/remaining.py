@@ -62,10 +62,12 @@ def _batches(
 
 def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
     group: list[pa.RecordBatch] = []
+    size = 0
     for batch in batches:
         group.append(batch)
-        if sum(held.nbytes for held in group) >= _GROUP_BYTES:
+        size += batch.nbytes
+        if size >= _GROUP_BYTES:
             yield group
-            group = []
+            group, size = [], 0
     if group:
         yield group

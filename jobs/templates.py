@@ -18,9 +18,6 @@ from jobs.row_fields import RowRefused, refuse_lone_surrogates
 from jobs.template_filters import FILTERS, NOT_OFFERED
 from jobs.template_limits import BUDGET, MAX_TEXT, Budget, LimitedSandbox
 
-MAX_RENDERED = MAX_TEXT
-"""The most characters that a template may make of a record."""
-
 _COMPILED_NAME = "<template>"
 
 
@@ -60,8 +57,8 @@ def render(text: str, name: str, record: Mapping[str, Any]) -> str:
         for part in _compiled(text).generate({**record, "row": record}):
             parts.append(part)
             size += len(part)
-            if size > MAX_RENDERED:
-                raise SecurityError(f"it makes more than {MAX_RENDERED:,} characters")
+            if size > MAX_TEXT:
+                raise SecurityError(f"it makes more than {MAX_TEXT:,} characters")
     except Exception as error:  # whatever a template makes of a record is that row's error
         line = _line(error)
         where = f"Line {line} of the {name}" if line else f"The {name}"
