@@ -224,6 +224,7 @@ def test_07_the_reply_to_a_commit_is_lost(rows: int, fleet: Fleet, proxy: TcpPro
     worker = fleet.worker(PAGEMILL_REDIS_URL=proxy.redis_url)
     job = fleet.submit(rows)
     fleet.finished(job)
+    wait_until_taken(fleet)
     assert proxy.replies_dropped == 1
     view = fleet.view(job)
     assert view.settled == view.shards == len(attempts_committed(fleet, job))
@@ -237,6 +238,8 @@ def test_07_the_reply_to_a_commit_is_lost_three_times(fleet: Fleet, proxy: TcpPr
     fleet.worker(PAGEMILL_REDIS_URL=proxy.redis_url)
     job = fleet.submit(SHARD_ROWS)
     fleet.finished(job)
+    # The job may be done long before the worker hears that.
+    wait_until_taken(fleet)
     assert proxy.replies_dropped == 3
     assert (fleet.view(job).settled, len(attempts_committed(fleet, job))) == (1, 1)
 
