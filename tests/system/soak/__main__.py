@@ -90,7 +90,7 @@ def _summary(mill: SoakedMill, seed: int, seconds: float) -> str:
     )
     return (
         f"seed {seed}, {seconds:.0f} s, jobs {_counts(Counter(ended.state for ended in mill.ended))}, {rows} rows each "
-        f"once, slowest job {slowest:.0f} s, processes {len(mill.fleet.processes)}, faults {_counts(mill.faults)}, "
+        f"once, slowest job {slowest:.0f} s, exit codes {_counts(mill.exit_codes)}, faults {_counts(mill.faults)}, "
         f"failpoints {_counts(mill.failpoints())}, network {_counts(network)}"
     )
 

@@ -84,6 +84,7 @@ class SoakedMill:
         self.ended: list[Ended] = []
         self.paused: set[str] = set()
         self.faults: Counter[str] = Counter()
+        self.exit_codes: Counter[str] = Counter()
         self.last_faults: deque[str] = deque(maxlen=_FAULTS_KEPT)
         self.engine_died_at = 0.0
         self.spared = False
@@ -139,6 +140,7 @@ class SoakedMill:
     def _bury(self, process: Process) -> None:
         code, log = process.wait_for_death(), process.log.read_text()
         self._remember(f"{process.name} ended with {code}, after the failpoints {_FAILPOINT.findall(log)}")
+        self.exit_codes[str(code)] += 1
         assert code in _MAY_END_WITH, f"{process.name} ended with {code}:\n{log[-5000:]}"
 
     def _new_seat(self, kind: str) -> Seat:
