@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
 from redis.exceptions import RedisError
@@ -39,7 +39,7 @@ from workers.heartbeat import Heartbeat, Held
 from workers.host import Call, EngineHost
 from workers.load import LoadMeter
 from workers.render import EngineRequest, outcome_of, requests_for, row_error
-from workers.twins import JobOutcomes, Twins
+from workers.twins import SharedByJob, Twins, as_of
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class SlotContext:
     worker_id: str
     kept: KeptAnswers
     share: FairShare = EQUAL_SHARES
-    outcomes: JobOutcomes = field(default_factory=JobOutcomes)
+    shared: SharedByJob = field(default_factory=SharedByJob)
     company: Company = field(default_factory=Company)
 
 
@@ -157,6 +157,13 @@ def work(model: str, context: SlotContext) -> None:
             context.stopping.wait(rest)
 
 
+class TwinSettled(NamedTuple):
+    """A row that waited for its twin need not wait any more. Without an outcome, it is to be asked after all."""
+
+    planned: PlannedRow
+    outcome: Outcome | None
+
+
 @dataclass(slots=True)
 class AskedRow:
     """A row in the engine: a call for each of its prompts, of which `open` are not answered yet."""
@@ -181,7 +188,7 @@ class Attempt:
     def __init__(self, lease: Lease, context: SlotContext) -> None:
         self._lease = lease
         self._context = context
-        self._events: SimpleQueue[list[Call] | Signal] = SimpleQueue()
+        self._events: SimpleQueue[list[Call] | TwinSettled | Signal] = SimpleQueue()
         self._ended: str | None = None
         self._asked: dict[int, AskedRow] = {}
         self._row_of: dict[Call, AskedRow] = {}
@@ -190,7 +197,8 @@ class Attempt:
         self._next_row = lease.shard.first_row
         self._rows_read = 0
         self._load = LoadMeter(context.host)
-        self._twins = Twins(lease.spec.dedupe, context.outcomes.of(lease.spec))
+        self._twins = Twins(lease.spec.dedupe, context.shared.of(lease.spec))
+        self._waiting: set[int] = set()
         self._look_at = math.inf if lease.spec.max_row_seconds is None else 0.0
         self._rows = self._rows_from(0)
         self._machine_failed = False
@@ -209,6 +217,7 @@ class Attempt:
             context.heartbeat.drop(lease)
             context.stopping.forget(self._stop)
             context.host.abort([call for asked in self._asked.values() for call in asked.calls])
+            self._twins.give_up()
         return not self._machine_failed
 
     def _answer_and_commit(self) -> None:
@@ -227,7 +236,7 @@ class Attempt:
 
     def _answer_rows(self, spool: Spool) -> None:
         exhausted = False
-        while not exhausted or self._asked:
+        while not exhausted or self._asked or self._waiting:
             # First, to make room: what is settled counts until it is written.
             self._spool_settled(spool)
             while not exhausted and (room := self._context.window - len(self._asked) - len(self._settled)) > 0:
@@ -235,7 +244,7 @@ class Attempt:
                 rows = self._persistently(partial(self._read_rows, min(room, _ROWS_AT_ONCE)))
                 exhausted = not rows
                 self._ask(rows)
-            if self._asked:
+            if self._asked or self._waiting:
                 self._await_answers()
         self._spool_settled(spool)
         if spool.rows != self._lease.shard.rows:
@@ -263,8 +272,15 @@ class Attempt:
         for planned in rows:
             if (outcome := self._known(planned)) is not None:
                 self._settled[planned.index] = (planned, outcome)
-            elif isinstance(row := planned.row, Row) and not self._twins.wait(planned, row):
-                wanted += self._requests_for(planned, row)
+                continue
+            row = cast(Row, planned.row)
+            match self._twins.claim(row, partial(self._twin_settled, planned)):
+                case "asks":
+                    wanted += self._requests_for(planned, row)
+                case "waits":
+                    self._waiting.add(planned.index)
+                case outcome:
+                    self._settled[planned.index] = (planned, outcome)
         calls = self._context.host.submit((request for _, request in wanted), self._events.put)
         for (asked, _), call in zip(wanted, calls, strict=True):
             asked.calls.append(call)
@@ -274,10 +290,8 @@ class Attempt:
             failpoint("row.asked")
 
     def _known(self, planned: PlannedRow) -> Outcome | Kept | None:
-        """The outcome of a row that the engine need not be asked for."""
-        if (kept := self._kept.get(planned.index)) is not None:
-            return kept
-        return self._twins.answer(planned.row) if isinstance(planned.row, Row) else planned.row
+        """The outcome of a row that was not good, or that a parent of the job has answered."""
+        return planned.row if isinstance(planned.row, RowError) else self._kept.get(planned.index)
 
     def _requests_for(self, planned: PlannedRow, row: Row) -> Iterator[tuple[AskedRow, EngineRequest]]:
         try:
@@ -300,9 +314,12 @@ class Attempt:
                 self._take(event)
                 event = self._events.get_nowait()
 
-    def _take(self, event: "list[Call] | Signal") -> None:
+    def _take(self, event: "list[Call] | TwinSettled | Signal") -> None:
         if event == "ended":
             self._raise_if_ended()
+            return
+        if isinstance(event, TwinSettled):
+            self._take_twin(event)
             return
         for call in event:
             asked = self._row_of.pop(call, None)
@@ -315,8 +332,19 @@ class Attempt:
 
     def _settle(self, planned: PlannedRow, row: Row, outcome: Outcome) -> None:
         self._settled[planned.index] = (planned, outcome)
-        for twin, its_outcome in self._twins.settle(row, outcome):
-            self._settled[twin.index] = (twin, its_outcome)
+        self._twins.settle(row, outcome)
+
+    def _twin_settled(self, planned: PlannedRow, outcome: Outcome | None) -> None:
+        """The shard that asked for this row's twin calls this, from its own thread."""
+        self._events.put(TwinSettled(planned, outcome))
+
+    def _take_twin(self, event: "TwinSettled") -> None:
+        planned, outcome = event
+        self._waiting.discard(planned.index)
+        if outcome is None:
+            self._ask([planned])
+        else:
+            self._settled[planned.index] = (planned, as_of(planned.row, outcome))
 
     def _end_slow_rows(self) -> None:
         """Take rows from the engine that it has had for too long. What it has not begun with has all its time left."""

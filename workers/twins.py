@@ -1,12 +1,12 @@
 """Rows of a job that ask for the same thing: one is asked, and its outcome is that of the others too.
 
-    row ── digest of the request ──► asked in this shard, not answered yet: wait for that
-                                 ──► answered in this job, by this worker: take that
+    row ── digest of the request ──► answered in this job: take that
+                                 ──► asked, in this shard or another in work, and not answered yet: wait for that
                                  ──► else: ask
 
 The outcomes of a job lie in a file of the worker's own, so that what is held in memory does not grow with the job. What
-this comes to: of a job's identical requests a worker asks one, or one for each shard that it has in work when the first
-comes up; each worker for itself, from its start on, and as long as the outcomes take no more than `MAX_BYTES`.
+this comes to: of a job's identical requests each worker asks one, from its start on, and as long as the outcomes take
+no more than `MAX_BYTES`.
 """
 
 import hashlib
@@ -15,9 +15,10 @@ import pickle
 import sqlite3
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal
 
 from jobs.errors import RowError
-from jobs.planner import PlannedRow
 from jobs.pooling import Pooling
 from jobs.results import Outcome
 from jobs.rows import Row
@@ -81,60 +82,92 @@ class Outcomes:
                 return None
 
 
-class JobOutcomes:
-    """The outcomes of the jobs that a worker works on; those of a job that it has left long ago are dropped."""
+class SharedRequests:
+    """The requests of one job that may stand for several rows, in all shards that a worker has in work. Thread-safe."""
+
+    def __init__(self, job_id: str) -> None:
+        self._outcomes = Outcomes(job_id)
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, list[Listener]] = {}
+
+    def claim(self, request: bytes, listener: "Listener") -> "Outcome | Claim":
+        """The outcome, if there is one. `waits`: the listener is called once there is. `asks`: the caller is to ask,
+        and to `settle` the request, whatever becomes of it."""
+        with self._lock:
+            if (outcome := self._outcomes.get(request)) is not None:
+                return outcome
+            if request in self._waiting:
+                self._waiting[request].append(listener)
+                return "waits"
+            self._waiting[request] = []
+            return "asks"
+
+    def settle(self, request: bytes, outcome: Outcome | None) -> None:
+        """Tell all that wait. None: who asked has given up, and each is to claim again."""
+        with self._lock:
+            if outcome is not None:
+                self._outcomes.put(request, outcome)
+            listeners = self._waiting.pop(request)
+        for listener in listeners:
+            listener(outcome)
+
+    def close(self) -> None:
+        self._outcomes.close()
+
+
+Listener = Callable[[Outcome | None], None]
+Claim = Literal["asks", "waits"]
+
+
+class SharedByJob:
+    """What the jobs share that a worker works on; that of a job that it has left long ago is dropped."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: OrderedDict[str, Outcomes] = OrderedDict()
+        self._jobs: OrderedDict[str, SharedRequests] = OrderedDict()
 
-    def of(self, spec: JobSpec) -> Outcomes | None:
+    def of(self, spec: JobSpec) -> SharedRequests | None:
         """None where no row shares an outcome."""
         if spec.dedupe == "off":
             return None
         with self._lock:
-            outcomes = self._jobs.pop(spec.id, None) or Outcomes(spec.id)
-            self._jobs[spec.id] = outcomes
+            shared = self._jobs.pop(spec.id, None) or SharedRequests(spec.id)
+            self._jobs[spec.id] = shared
             if len(self._jobs) > _JOBS_AT_ONCE:
                 # An attempt of that job which is still at work asks its rows from here on.
                 self._jobs.popitem(last=False)[1].close()
-            return outcomes
+            return shared
 
 
 class Twins:
-    """What is asked in one shard, and what was answered in the job before. An error is an outcome too: a request that
-    kills the engine has done so once."""
+    """One shard's part in that. An error is an outcome too: a request that kills the engine has done so once."""
 
-    def __init__(self, dedupe: Dedupe, outcomes: Outcomes | None) -> None:
+    def __init__(self, dedupe: Dedupe, shared: SharedRequests | None) -> None:
         self._dedupe = dedupe
-        self._outcomes = outcomes
-        self._waiting: dict[bytes, list[PlannedRow]] = {}
+        self._shared = shared
+        self._asked: set[bytes] = set()
 
-    def answer(self, row: Row) -> Outcome | None:
-        """The outcome of an earlier row that asked for the same."""
-        if self._outcomes is None or not self._may_share(row):
-            return None
-        found = self._outcomes.get(_request(row))
-        return None if found is None else _as_of(row, found)
-
-    def wait(self, planned: PlannedRow, row: Row) -> bool:
-        """Whether a row that asked for the same is being answered, and this one will be with it. Else this one is."""
-        if self._outcomes is None or not self._may_share(row):
-            return False
+    def claim(self, row: Row, listener: Listener) -> Outcome | Claim:
+        """As `SharedRequests.claim`; a row that may share nothing asks."""
+        if self._shared is None or not self._may_share(row):
+            return "asks"
         request = _request(row)
-        if request in self._waiting:
-            self._waiting[request].append(planned)
-            return True
-        self._waiting[request] = []
-        return False
+        found = self._shared.claim(request, listener)
+        if found == "asks":
+            self._asked.add(request)
+        return found if isinstance(found, str) else as_of(row, found)
 
-    def settle(self, row: Row, outcome: Outcome) -> list[tuple[PlannedRow, Outcome]]:
-        """The rows that waited for this one's outcome, with theirs."""
-        if self._outcomes is None or not self._may_share(row):
-            return []
-        request = _request(row)
-        self._outcomes.put(request, outcome)
-        return [(planned, _as_of(planned.row, outcome)) for planned in self._waiting.pop(request)]
+    def settle(self, row: Row, outcome: Outcome) -> None:
+        if self._shared is not None and self._may_share(row) and (request := _request(row)) in self._asked:
+            self._asked.discard(request)
+            self._shared.settle(request, outcome)
+
+    def give_up(self) -> None:
+        """The shard is abandoned: others ask what it has no outcome of."""
+        if self._shared is not None:
+            for request in self._asked:
+                self._shared.settle(request, None)
+        self._asked.clear()
 
     def _may_share(self, row: Row) -> bool:
         if self._dedupe == "exact":
@@ -152,7 +185,7 @@ def _is_determined(sampling: Sampling) -> bool:
     return sampling.temperature == 0 or sampling.seed is not None
 
 
-def _as_of(row: Row | RowError, outcome: Outcome) -> Outcome:
+def as_of(row: Row | RowError, outcome: Outcome) -> Outcome:
     """The outcome as that of another row, whose place an error names."""
     if not isinstance(outcome, RowError):
         return outcome

@@ -15,7 +15,7 @@ from jobs.ledger import FairShare
 from jobs.output import Output
 from jobs.reading import json_lines
 from jobs.records import SegmentRecord, Usage
-from jobs.results import Completion
+from jobs.results import Completion, Outcome
 from jobs.retry import retry_spec
 from jobs.rows import Row
 from jobs.sampling import Sampling
@@ -42,6 +42,10 @@ def submitted(site: Site, data: list[Any], **fields: Any) -> JobSpec:
 
 def texts(*prompts: str) -> list[dict[str, str]]:
     return [{"prompt": prompt} for prompt in prompts]
+
+
+def ignored(outcome: Outcome | None) -> None:
+    """Hears of an outcome that the test does not wait for."""
 
 
 def finished(bench: Bench, spec: JobSpec) -> list[Any]:
@@ -184,6 +188,36 @@ def test_identical_rows_of_all_shards_are_asked_once(bench: Bench, engines: Engi
     assert sorted(engines.asked) == list("abcde")
 
 
+def test_identical_rows_of_shards_in_work_at_once_are_asked_once(bench: Bench, engines: Engines) -> None:
+    engines.by_hand = True
+    spec = submitted(bench.site, texts(*"aabcadde"), dedupe="exact", sampling=GREEDY)
+    with at_work(bench, spec), at_work(bench, spec):
+        engines.last.wait_for(5)
+        assert sorted(engines.asked) == list("abcde")
+        engines.by_hand = False
+        engines.last.step()
+    assert [row["response"] for row in finished(bench, spec)] == [f"answer to {name}" for name in "aabcadde"]
+    assert sorted(engines.asked) == list("abcde")
+
+
+def test_what_an_abandoned_shard_asked_is_asked_by_those_who_waited(bench: Bench) -> None:
+    spec = submitted(bench.site, texts("a"), dedupe="exact", sampling=GREEDY)
+    row = read({"prompt": "a"}, spec)
+    assert isinstance(row, Row)
+    shared = bench.context.shared.of(spec)
+    heard: list[Outcome | None] = []
+    first, second, third = (twins.Twins("exact", shared) for _ in range(3))
+    assert [one.claim(row, heard.append) for one in (first, second, third)] == ["asks", "waits", "waits"]
+    first.give_up()
+    assert heard == [None, None]
+    assert [one.claim(row, heard.append) for one in (second, third)] == ["asks", "waits"]
+    second.settle(row, Completion((), Usage()))
+    assert heard[2:] == [Completion((), Usage())]
+    assert first.claim(row, heard.append) == Completion((), Usage())
+    second.give_up()
+    assert len(heard) == 3
+
+
 def test_a_request_that_killed_the_engine_does_not_kill_it_again(bench: Bench, engines: Engines) -> None:
     spec = submitted(bench.site, texts(*["poison"] * 9), dedupe="exact", sampling=GREEDY)
     codes = [row["error"] and row["error"]["code"] for row in finished(bench, spec)]
@@ -202,13 +236,14 @@ def test_jobs_do_not_share_outcomes(bench: Bench, engines: Engines) -> None:
 
 def test_a_job_that_a_worker_has_left_long_ago_is_forgotten(bench: Bench) -> None:
     specs = [submitted(bench.site, texts("a"), dedupe="exact") for _ in range(twins._JOBS_AT_ONCE + 1)]
-    kept = [bench.context.outcomes.of(spec) for spec in specs]
-    for outcomes in kept:
-        assert outcomes is not None
-        outcomes.put(b"x" * 16, Completion((), Usage()))
-    found = [outcomes and outcomes.get(b"x" * 16) for outcomes in kept]
-    assert [one is None for one in found] == [True] + [False] * twins._JOBS_AT_ONCE
-    assert bench.context.outcomes.of(specs[-1]) is kept[-1]
+    kept = [bench.context.shared.of(spec) for spec in specs]
+    for shared in kept:
+        assert shared is not None
+        assert shared.claim(b"x" * 16, ignored) == "asks"
+        shared.settle(b"x" * 16, Completion((), Usage()))
+    found = [shared and shared.claim(b"x" * 16, ignored) for shared in kept]
+    assert [one == "asks" for one in found] == [True] + [False] * twins._JOBS_AT_ONCE
+    assert bench.context.shared.of(specs[-1]) is kept[-1]
 
 
 def test_outcomes_beyond_the_limit_are_not_kept_and_their_rows_are_asked_again(
@@ -222,10 +257,10 @@ def test_outcomes_beyond_the_limit_are_not_kept_and_their_rows_are_asked_again(
 
 def test_a_file_of_outcomes_that_breaks_costs_no_row(bench: Bench, engines: Engines) -> None:
     spec = submitted(bench.site, texts(*"aaaaaaaaaaaa"), dedupe="exact", sampling=GREEDY)
-    outcomes = bench.context.outcomes.of(spec)
-    assert outcomes is not None
-    assert outcomes._file is not None
-    outcomes._file.execute("DROP TABLE outcomes")
+    shared = bench.context.shared.of(spec)
+    assert shared is not None
+    assert shared._outcomes._file is not None
+    shared._outcomes._file.execute("DROP TABLE outcomes")
     assert [row["response"] for row in finished(bench, spec)] == ["answer to a"] * 12
     assert engines.asked == ["a"] * 3
 
