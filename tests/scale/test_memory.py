@@ -78,7 +78,9 @@ def write_large_group(path: Path, size: int) -> int:
 
 @pytest.fixture
 def site(valkey: ValkeyServer, tmp_path: Path) -> Site:
-    return Site.of(valkey.settings(storage=f"file://{tmp_path}/store"), Ledger(valkey.client))
+    # Larger shards than by default, to be quick.
+    settings = valkey.settings(storage=f"file://{tmp_path}/store", min_shard_tokens=1 << 16)
+    return Site.of(settings, Ledger(valkey.client))
 
 
 def submitted(site: Site, path: Path) -> JobSpec:
@@ -115,8 +117,9 @@ def test_no_stage_takes_more_memory_for_a_file_eight_times_as_large(
     site: Site, tmp_path: Path, write: Callable[[Path, int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.formats.parquet.MAX_GROUP_BYTES", 1 * MIB)
-    # Arrow's own pools keep for a while what they are given back.
+    # What is given back is to be gone: Arrow's own pools keep it for a while, and so does malloc below its threshold.
     monkeypatch.setenv("ARROW_DEFAULT_MEMORY_POOL", "system")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(64 * 1024))
     small, large = tmp_path / "small", tmp_path / "large"
     rows = [write(small, 8 * MIB), write(large, 64 * MIB)]
     more = large.stat().st_size - small.stat().st_size
@@ -124,7 +127,7 @@ def test_no_stage_takes_more_memory_for_a_file_eight_times_as_large(
     found = peaks(site, [small, small, large], {"plan": planned, "run": run, "assemble": assembled})
     views = [site.ledger.view(job_id) for job_id in site.ledger.job_ids(None)]
     assert {(view.state, view.done) for view in views} == {("completed", count) for count in rows}
-    assert all(most[2] - most[1] < more / 2 for most in found.values()), found
+    assert all(most[2] - most[1] < more / 3 for most in found.values()), found
 
 
 def test_planning_holds_nothing_of_its_rows(site: Site, tmp_path: Path) -> None:
