@@ -5,20 +5,18 @@ kill the process, be refused, or never be answered.
 """
 
 import os
-import pickle
-import signal
 import sys
 import threading
-from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
+from collections.abc import Iterable
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.info import EngineInfo, EngineStats
-from engine.messages import Abort, NewRequest, StepReport, Stop
-from engine.outputs import CompletionOutput, RequestOutput
+from engine.messages import NewRequest
+from engine.outputs import CompletionOutput, EngineOutput, RequestOutput
 from engine.process import EngineProcess
+from engine.process_loop import serve
 
 POISON = "poison"
 REFUSED = "refused"
@@ -40,63 +38,46 @@ def answer_to(prompt: str, seed: int | None) -> str:
     return f"answer to {prompt!r} with seed {seed}"
 
 
-def main(file_descriptor: int) -> None:
-    """Answers at most `SEATS` requests a step, in the order that they came."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    connection = Connection(file_descriptor)
-    config, *messages = map(pickle.loads, connection.recv())
-    inbox: SimpleQueue[Any] = SimpleQueue()
-    for message in messages:
-        inbox.put(message)
-    threading.Thread(target=_receive, args=(connection, inbox), daemon=True).start()
-    connection.send(EngineInfo(config.model, "none", "stub", 4096, SEATS, 8192, 32000, 1, 32))
-    _serve(connection, inbox, float(os.environ.get(STEP, "0")))
+class StubCore:
+    """The surface of `EngineCore`: a step answers up to `SEATS` requests, in the order that they came."""
 
+    def __init__(self, config: EngineConfig) -> None:
+        self.info = EngineInfo(config.model, "none", "stub", 4096, SEATS, 8192, 32000, 1, 32)
+        self._asked: dict[int, NewRequest] = {}
+        self._stats = EngineStats()
+        self._step_s = float(os.environ.get(STEP, "0"))
+        self._clock = threading.Event()
 
-def _receive(connection: Connection, inbox: "SimpleQueue[Any]") -> None:
-    while True:
-        try:
-            batch = connection.recv()
-        except (EOFError, OSError):
-            os._exit(1)
-        for message in map(pickle.loads, batch):
-            inbox.put(message)
+    def add_requests(self, requests: Iterable[NewRequest]) -> None:
+        self._asked.update((request.index, request) for request in requests)
 
+    def abort(self, index: int) -> None:
+        self._asked.pop(index, None)
 
-def _serve(connection: Connection, inbox: "SimpleQueue[Any]", step_s: float) -> None:
-    asked: dict[int, NewRequest] = {}
-    generated = 0
-    pause = threading.Event()
-    while True:
-        for message in _drain(inbox, wait=all(ENDLESS in _text(request.prompt) for request in asked.values())):
-            match message:
-                case Stop():
-                    return
-                case list():
-                    asked.update((request.index, request) for request in message)
-                case Abort():
-                    for index in message.indices:
-                        asked.pop(index, None)
-        seated = [request for request in asked.values() if ENDLESS not in _text(request.prompt)][:SEATS]
-        if not seated:
-            continue
-        pause.wait(step_s)
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._seated())
+
+    def step(self) -> list[EngineOutput]:
+        seated = self._seated()
+        self._clock.wait(self._step_s)
         if any(POISON in _text(request.prompt) for request in seated):
             sys.stderr.write("the stub engine was given poison\n")
             os._exit(66)
-        outputs = [_output(asked.pop(request.index)) for request in seated]
-        generated += sum(len(output.outputs[0].token_ids) for output in outputs)
-        connection.send(StepReport(outputs, EngineStats(running=len(seated), generated_tokens=generated)))
+        outputs = [_output(self._asked.pop(request.index)) for request in seated]
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        self._stats = EngineStats(running=len(seated), generated_tokens=self._stats.generated_tokens + tokens)
+        return list(outputs)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def _seated(self) -> list[NewRequest]:
+        return [request for request in self._asked.values() if ENDLESS not in _text(request.prompt)][:SEATS]
 
 
-def _drain(inbox: "SimpleQueue[Any]", *, wait: bool) -> list[Any]:
-    messages = [inbox.get()] if wait else []
-    while True:
-        try:
-            messages.append(inbox.get_nowait())
-        except Empty:
-            return messages
+def main(file_descriptor: int) -> None:
+    serve(file_descriptor, StubCore)
 
 
 def _text(prompt: Any) -> str:
