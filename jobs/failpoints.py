@@ -48,7 +48,8 @@ def _kill() -> None:
 
 def _stop() -> None:
     """Until somebody sends SIGCONT."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    # To this thread: sent to the process, another may take it, and this one goes on until it hears of that.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _raise() -> None:

@@ -103,7 +103,8 @@ def assert_no_result(fleet: Fleet, job: Job) -> None:
 
 
 def test_26_only_the_rows_that_kill_the_engine_are_errors(fleet: Fleet) -> None:
-    """Two of eight that are in flight at once: two deaths make suspects, and each is found in two more at most."""
+    """Two deaths make suspects of what is in flight, eight at most, and two more at most find one of them. That is for
+    each of the two rows, should they not be in flight at once."""
     fleet.control()
     worker = fleet.worker()
     prompts = [f"question {n}" for n in range(20)]
@@ -112,7 +113,7 @@ def test_26_only_the_rows_that_kill_the_engine_are_errors(fleet: Fleet) -> None:
     fleet.finished(job, errors={5: "engine_error", 10: "engine_error"})
     assert worker.alive
     deaths = worker.log.read_text().count("the stub engine was given poison")
-    assert 3 <= deaths <= 2 + 2 * 2
+    assert 3 <= deaths <= 2 * (2 + 2)
     wait_until(lambda: the_worker(fleet).engine_restarts == deaths, END_S, "all deaths counted")
     assert set(fleet.tries(job).values()) == {1}
 
