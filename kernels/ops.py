@@ -4,16 +4,17 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels import gumbel_cpu, linear, reference, torch_attention, torch_moe
 from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, copy_block, kv_bytes_per_token
+from kernels.cpu import attention, extension, glue
 from kernels.linear import Linear
 from kernels.reference import Expert
-from kernels.torch_attention import AttentionPlan
 
 __all__ = [
     "AttentionBatch",
@@ -28,6 +29,10 @@ __all__ = [
     "kernels_for",
     "kv_bytes_per_token",
 ]
+
+
+AttentionPlan = Any
+"""What `plan_attention` made, for `paged_attention` of the same table."""
 
 
 class _RmsNorm(Protocol):
@@ -122,11 +127,25 @@ _TORCH = Kernels(
     gumbel_argmax=reference.gumbel_argmax,
 )
 
-_BY_DEVICE_TYPE = {
-    "cpu": _TORCH._replace(pack_linear=linear.onednn_linear, gumbel_argmax=gumbel_cpu.gumbel_argmax),
-}
+
+@cache
+def _of_cpu() -> Kernels:
+    kernels = _TORCH._replace(pack_linear=linear.onednn_linear, gumbel_argmax=gumbel_cpu.gumbel_argmax)
+    if not extension.is_served():
+        return kernels
+    return kernels._replace(
+        rms_norm=glue.rms_norm,
+        add_rms_norm=glue.add_rms_norm,
+        rms_norm_float32=glue.rms_norm_float32,
+        add_rms_norm_float32=glue.add_rms_norm_float32,
+        rotary_embedding=glue.rotary_embedding,
+        silu_and_mul=glue.silu_and_mul,
+        write_kv=attention.write_kv,
+        plan_attention=attention.plan_attention,
+        paged_attention=attention.paged_attention,
+    )
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Return the implementations that serve `device`."""
-    return _BY_DEVICE_TYPE.get(device.type, _TORCH)
+    """Return the implementations that serve `device`. For a CPU, C++ is compiled when this is first called."""
+    return _of_cpu() if device.type == "cpu" else _TORCH

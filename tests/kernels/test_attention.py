@@ -65,8 +65,35 @@ def filled_cache(chunks: list[Chunk], block_size: int, kv_heads: int, head_dim: 
     return kv
 
 
+def as_written(kv: KVCache, batch: AttentionBatch) -> KVCache:
+    """The same keys and values, in the layout of the kernels that serve this cache: `kv` has the definition's.
+
+    What blocks hold beyond the contexts was written first, by their former owners.
+    """
+    own = KVCache(torch.full_like(kv.data, float("nan")))
+    own.data[:, :, 0] = 0
+    everything = torch.arange(kv.block_size, kv.num_blocks * kv.block_size)
+    for slots in (everything, _context_slots(batch, kv.block_size)):
+        blocks, offsets = slots // kv.block_size, slots % kv.block_size
+        key, value = (cache[blocks, :, offsets] for cache in kv.layer(0))
+        kernels_for(CPU).write_kv(key, value, own.layer(0), slots)
+    return own
+
+
+def _context_slots(batch: AttentionBatch, block_size: int) -> Tensor:
+    """The slots of all tokens that the sequences of a batch have, in order."""
+    positions = [torch.arange(length) for length in batch.context_lens]
+    return torch.cat(
+        [
+            batch.block_tables[row, at // block_size].long() * block_size + at % block_size
+            for row, at in enumerate(positions)
+        ]
+    )
+
+
 def attend(query: Tensor, kv: KVCache, batch: AttentionBatch, variant: Variant = PLAIN) -> Tensor:
     kernels = kernels_for(CPU)
+    kv = as_written(kv, batch)
     plan = kernels.plan_attention(batch, kv, query.shape[1], variant.window)
     scale = query.shape[2] ** -0.5
     return kernels.paged_attention(query, kv.layer(0), plan, scale, variant.softcap, variant.sinks)

@@ -1,0 +1,1 @@
+"""Kernels for CPUs in C++, compiled on first use; see `kernels.cpu.extension`."""

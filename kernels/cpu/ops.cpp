@@ -1,0 +1,205 @@
+// The operations as torch sees them, and which instruction set serves them here.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "shapes.h"
+
+// name, and what it is called with
+#define OPERATIONS(OPERATION) \
+  OPERATION(paged_attention, AttentionCall) \
+  OPERATION(write_kv, WriteCall) \
+  OPERATION(rms_norm, NormCall) \
+  OPERATION(rotary_embedding, RotaryCall) \
+  OPERATION(silu_and_mul, GateCall)
+
+#define DECLARE(name, Call) void name(const Call&);
+namespace avx512 {
+OPERATIONS(DECLARE)
+}
+namespace avx2 {
+OPERATIONS(DECLARE)
+}
+
+namespace {
+
+using at::Tensor;
+
+#define MEMBER(name, Call) void (*name)(const Call&);
+struct Operations {
+  const char* instruction_set;
+  OPERATIONS(MEMBER)
+};
+
+#define OF_AVX512(name, Call) avx512::name,
+#define OF_AVX2(name, Call) avx2::name,
+const Operations kAvx512{"avx512_bf16", OPERATIONS(OF_AVX512)};
+const Operations kAvx2{"avx2", OPERATIONS(OF_AVX2)};
+
+// PAGEMILL_CPU_ISA=avx2 takes the older one where both are there.
+const Operations& operations() {
+  static const Operations* chosen = [] {
+    const char* wanted = std::getenv("PAGEMILL_CPU_ISA");
+    bool newest = !wanted || std::string(wanted) != "avx2";
+    if (newest && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      return &kAvx512;
+    TORCH_CHECK(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), "this processor has no AVX2");
+    return &kAvx2;
+  }();
+  return *chosen;
+}
+
+const uint16_t* bits(const Tensor& x) {
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "bfloat16 is wanted, not ", x.scalar_type());
+  return static_cast<const uint16_t*>(x.const_data_ptr());
+}
+
+uint16_t* mutable_bits(const Tensor& x) {
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 && x.is_contiguous(), "contiguous bfloat16 is wanted");
+  return static_cast<uint16_t*>(x.mutable_data_ptr());
+}
+
+// A token's heads lie side by side; tokens may lie apart, as the parts of a fused projection do.
+ptrdiff_t token_stride(const Tensor& x) {
+  TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && x.stride(1) == x.size(2), "heads must be contiguous in a token");
+  return x.stride(0);
+}
+
+std::string instruction_set() { return operations().instruction_set; }
+
+Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_tables,
+                       const Tensor& tiles, int64_t max_queries, int64_t window, double scale, double softcap,
+                       const std::optional<Tensor>& sinks) {
+  TORCH_CHECK(block_tables.scalar_type() == at::kInt && block_tables.is_contiguous(), "block_tables: int32");
+  TORCH_CHECK(tiles.scalar_type() == at::kInt && tiles.is_contiguous() && tiles.size(1) == 4, "tiles: [n, 4] int32");
+  Tensor out = at::empty(query.sizes(), query.options());
+  std::optional<Tensor> wide_sinks;
+  if (sinks) wide_sinks = sinks->to(at::kFloat).contiguous();
+  AttentionCall call{};
+  call.out = mutable_bits(out);
+  call.query = bits(query);
+  call.query_stride = token_stride(query);
+  call.key = bits(key);
+  call.value = bits(value);
+  call.block_tables = block_tables.const_data_ptr<int32_t>();
+  call.tiles = tiles.const_data_ptr<int32_t>();
+  call.sinks = wide_sinks ? wide_sinks->const_data_ptr<float>() : nullptr;
+  call.num_tiles = int(tiles.size(0));
+  call.max_blocks = int(block_tables.size(1));
+  call.num_kv_heads = int(key.size(1));
+  call.group = int(query.size(1) / key.size(1));
+  call.block_size = int(key.size(2));
+  call.head_dim = int(key.size(3));
+  call.max_rows = int(max_queries) * call.group;
+  call.window = int(window);
+  call.scale = float(scale);
+  call.softcap = float(softcap);
+  operations().paged_attention(call);
+  return out;
+}
+
+void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
+              const Tensor& slots) {
+  WriteCall call{};
+  call.key = bits(key);
+  call.value = bits(value);
+  call.key_stride = token_stride(key);
+  call.value_stride = token_stride(value);
+  call.slots = slots.const_data_ptr<int64_t>();
+  call.key_cache = mutable_bits(key_cache);
+  call.value_cache = mutable_bits(value_cache);
+  call.num_tokens = slots.numel();
+  call.num_kv_heads = int(key_cache.size(1));
+  call.block_size = int(key_cache.size(2));
+  call.head_dim = int(key_cache.size(3));
+  operations().write_kv(call);
+}
+
+// Rows of the last dimension; all others are one.
+NormCall norm_call(const Tensor& x, const Tensor& weight, double eps, bool rounds_first, const Tensor& out) {
+  TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
+  NormCall call{};
+  call.x = bits(x);
+  call.size = x.size(-1);
+  call.rows = x.numel() / call.size;
+  call.x_stride = call.size;
+  if (weight.scalar_type() == at::kFloat)
+    call.wide_weight = weight.const_data_ptr<float>();
+  else
+    call.weight = bits(weight);
+  call.out = mutable_bits(out);
+  call.eps = float(eps);
+  call.rounds_first = rounds_first;
+  return call;
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, bool rounds_first) {
+  // The parts of a fused projection are rows that lie apart; no norm needs anything else.
+  Tensor rows = x.is_contiguous() ? x : x.contiguous();
+  Tensor out = at::empty(x.sizes(), x.options());
+  operations().rms_norm(norm_call(rows, weight, eps, rounds_first, out));
+  return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
+                                        bool rounds_first) {
+  TORCH_CHECK(x.is_contiguous() && residual.is_contiguous(), "rows must be contiguous");
+  Tensor out = at::empty(x.sizes(), x.options()), sum = at::empty(x.sizes(), x.options());
+  NormCall call = norm_call(x, weight, eps, rounds_first, out);
+  call.residual = bits(residual);
+  call.sum = mutable_bits(sum);
+  operations().rms_norm(call);
+  return {out, sum};
+}
+
+Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous(), "cos and sin must be contiguous");
+  Tensor out = at::empty(x.sizes(), x.options());
+  RotaryCall call{};
+  call.x = bits(x);
+  call.x_stride = token_stride(x);
+  call.cos = cos.const_data_ptr<float>();
+  call.sin = sin.const_data_ptr<float>();
+  call.out = mutable_bits(out);
+  call.num_tokens = x.size(0);
+  call.num_heads = int(x.size(1));
+  call.head_dim = int(x.size(2));
+  call.half = int(cos.size(1));
+  operations().rotary_embedding(call);
+  return out;
+}
+
+Tensor silu_and_mul(const Tensor& gate_up) {
+  TORCH_CHECK(gate_up.is_contiguous(), "rows must be contiguous");
+  GateCall call{};
+  call.num_tokens = gate_up.size(0);
+  call.size = gate_up.size(1) / 2;
+  Tensor out = at::empty({call.num_tokens, call.size}, gate_up.options());
+  call.gate_up = bits(gate_up);
+  call.out = mutable_bits(out);
+  operations().silu_and_mul(call);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(pagemill_cpu, library) {
+  library.def("instruction_set() -> str", instruction_set);
+  library.def(
+      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor block_tables, Tensor tiles, int max_queries, "
+      "int window, float scale, float softcap, Tensor? sinks) -> Tensor",
+      paged_attention);
+  library.def("write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()",
+              write_kv);
+  library.def("rms_norm(Tensor x, Tensor weight, float eps, bool rounds_first) -> Tensor", rms_norm);
+  library.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool rounds_first) -> (Tensor, Tensor)",
+              add_rms_norm);
+  library.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary_embedding);
+  library.def("silu_and_mul(Tensor gate_up) -> Tensor", silu_and_mul);
+}

@@ -1,0 +1,63 @@
+// What an operation is called with: plain pointers, so that the code of each instruction set needs no header of torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct AttentionCall {
+  uint16_t* out;          // [num_tokens, num_kv_heads * group, head_dim] bfloat16
+  const uint16_t* query;  // the same shape, a token every `query_stride`
+  ptrdiff_t query_stride;
+  const uint16_t* key;    // one layer's blocks, see attention.h
+  const uint16_t* value;
+  const int32_t* block_tables;  // [num_sequences, max_blocks]
+  const int32_t* tiles;         // [num_tiles, 4]: sequence, first row, queries, position of the first
+  const float* sinks;           // [num_heads], or null
+  int num_tiles, max_blocks, max_rows;
+  int num_kv_heads, group, block_size, head_dim;
+  int window;  // 0: none
+  float scale;
+  float softcap;  // 0: none
+};
+
+struct WriteCall {
+  const uint16_t* key;  // [num_tokens, num_kv_heads, head_dim] bfloat16, a token every `key_stride`
+  const uint16_t* value;
+  ptrdiff_t key_stride, value_stride;
+  const int64_t* slots;  // [num_tokens]; -1 writes nothing
+  uint16_t* key_cache;
+  uint16_t* value_cache;
+  int64_t num_tokens;
+  int num_kv_heads, block_size, head_dim;
+};
+
+struct NormCall {
+  const uint16_t* x;  // [rows, size] bfloat16, a row every `x_stride`
+  ptrdiff_t x_stride;
+  const uint16_t* residual;  // [rows, size], or null
+  uint16_t* sum;             // x + residual, where there is one
+  const uint16_t* weight;    // [size], or null where it is wide
+  const float* wide_weight;
+  uint16_t* out;
+  int64_t rows;
+  ptrdiff_t size;
+  float eps;
+  bool rounds_first;
+};
+
+struct RotaryCall {
+  const uint16_t* x;  // [num_tokens, num_heads, head_dim] bfloat16, a token every `x_stride`
+  ptrdiff_t x_stride;
+  const float* cos;  // [num_tokens, half]
+  const float* sin;
+  uint16_t* out;
+  int64_t num_tokens;
+  int num_heads, head_dim, half;
+};
+
+struct GateCall {
+  const uint16_t* gate_up;  // [num_tokens, 2 * size] bfloat16
+  uint16_t* out;
+  int64_t num_tokens;
+  ptrdiff_t size;
+};

@@ -1,0 +1,179 @@
+"""The compiled kernels of CPUs: against the definition, in both instruction sets, and where they cannot be compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu import attention, extension, glue
+from tests.engine.models_fixture import Chunk, flat_batch
+from tests.kernels.test_attention import attend, filled_cache
+
+pytestmark = pytest.mark.skipif(not extension.is_served(), reason="no compiler, or no processor that is served")
+
+ROOT = Path(__file__).parents[2]
+ROUNDINGS = 2**-6
+"""Sums are added up in another order than torch's, which may tip a rounding, and that the next one."""
+SIZES = [1, 15, 16, 17, 64, 80, 576, 4096]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """The same numbers, beginning two bytes past where an allocator would put them."""
+    buffer = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    return buffer.copy_(x)
+
+
+def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_norms_agree_with_the_definition(rows: int, size: int) -> None:
+    x, residual, weight = normal(rows, size), normal(rows, size), normal(size)
+    defined = reference.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(glue.rms_norm(x, weight, 1e-5), defined, atol=0, rtol=ROUNDINGS)
+    (mine, total), (defined, sums) = (
+        norm(x, residual, weight, 1e-5) for norm in (glue.add_rms_norm, reference.add_rms_norm)
+    )
+    assert torch.equal(total, sums)
+    torch.testing.assert_close(mine, defined, atol=0, rtol=ROUNDINGS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wide_weight", [False, True])
+def test_norms_in_float32_agree_with_the_definition(size: int, wide_weight: bool) -> None:
+    x, residual = normal(5, size), normal(5, size)
+    weight = torch.randn(size) if wide_weight else normal(size)
+    defined = reference.rms_norm_float32(x, weight, 1e-5)
+    torch.testing.assert_close(glue.rms_norm_float32(x, weight, 1e-5), defined, atol=0, rtol=ROUNDINGS)
+    for mine, of_definition in zip(
+        glue.add_rms_norm_float32(x, residual, weight, 1e-5),
+        reference.add_rms_norm_float32(x, residual, weight, 1e-5),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, of_definition, atol=0, rtol=ROUNDINGS)
+
+
+def test_the_heads_of_a_fused_projection_are_normed_where_they_lie() -> None:
+    heads = normal(7, 3 * 64)[:, 64:128].unflatten(1, (1, 64))
+    weight = normal(64)
+    assert torch.equal(glue.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (80, 20), (128, 64), (96, 8), (256, 128), (16, 4)])
+def test_rotations_have_the_bits_of_the_definition(head_dim: int, half: int) -> None:
+    projected = normal(9, 6 * head_dim)
+    query, key = (part.unflatten(1, (-1, head_dim)) for part in projected.split((4 * head_dim, 2 * head_dim), dim=1))
+    angles = torch.randn(9, half)
+    mine = glue.rotary_embedding(query, key, angles.cos(), angles.sin())
+    defined = reference.rotary_embedding(query, key, angles.cos(), angles.sin())
+    assert all(torch.equal(one, other) for one, other in zip(mine, defined, strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gates_agree_with_the_definition(size: int) -> None:
+    gate_up = normal(5, 2 * size) * 4
+    gate_up[0, :size] = 200
+    gate_up[1, :size] = -200
+    torch.testing.assert_close(glue.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), atol=1e-30, rtol=ROUNDINGS)
+
+
+def test_nothing_depends_on_where_a_buffer_begins() -> None:
+    x, weight, gate_up = normal(5, 80), normal(80), normal(5, 160)
+    assert torch.equal(glue.rms_norm(unaligned(x), unaligned(weight), 1e-5), glue.rms_norm(x, weight, 1e-5))
+    assert torch.equal(glue.silu_and_mul(unaligned(gate_up)), glue.silu_and_mul(gate_up))
+
+
+def test_denormal_numbers_are_numbers() -> None:
+    x = torch.full((2, 32), 1e-39).bfloat16()
+    _, total = glue.add_rms_norm(x, torch.zeros_like(x), normal(32), 1e-5)
+    assert torch.equal(total, x)
+    assert x.any()
+
+
+def test_a_nan_stays_one() -> None:
+    x = normal(3, 64)
+    x[1, 5] = float("nan")
+    out = glue.rms_norm(x, normal(64), 1e-5)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+    assert glue.silu_and_mul(x)[1].isnan().any()
+
+
+def test_other_types_are_torchs() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(64)
+    assert torch.equal(glue.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    assert torch.equal(glue.silu_and_mul(x), reference.silu_and_mul(x))
+
+
+def test_the_result_does_not_depend_on_the_threads() -> None:
+    chunks = [Chunk(tuple(range(1, 140)), 2200, 9), Chunk(tuple(range(140, 144)), 0, 50), Chunk((144, 145), 20, 1)]
+    kv = filled_cache(chunks, 16, 3, 64, torch.bfloat16)
+    query = normal(60, 9, 64)
+    threads = torch.get_num_threads()
+    attended = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        attended.append(attend(query, kv, flat_batch(chunks, 16)))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(attended[0], other) for other in attended[1:])
+
+
+def test_avx2_serves_what_avx512_serves() -> None:
+    code = "import sys, pytest; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
+    chosen = "norms or rotations or gates or nan or buffer or denormal or agrees or same_bits_alone"
+    args = ["tests/kernels/test_cpu.py", "tests/kernels/test_attention.py", "-k", chosen]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PAGEMILL_CPU_ISA": "avx2"}
+    done = subprocess.run([sys.executable, "-c", code, *args], env=env, cwd=ROOT, capture_output=True, timeout=280)
+    assert done.returncode == 0, done.stdout.decode()[-3000:]
+    name = in_a_process(
+        "from kernels.cpu import extension; import torch; extension.is_served();"
+        "print(torch.ops.pagemill_cpu.instruction_set())",
+        PAGEMILL_CPU_ISA="avx2",
+    )
+    assert name.stdout.strip() == "avx2"
+
+
+def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
+    code = (
+        "from kernels.cpu import extension; assert extension.is_served();"
+        "maps = {line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.rpartition('/')[2]};"
+        "print(len({path for path in maps if 'gomp' in path or 'iomp' in path}))"
+    )
+    assert in_a_process(code).stdout.strip() == "1"
+
+
+def test_a_library_that_is_there_needs_no_compiler() -> None:
+    code = "from kernels.cpu import extension; print(extension.is_served())"
+    assert in_a_process(code, CXX="/nowhere/c++").stdout.strip() == "True"
+
+
+def test_without_a_compiler_torchs_operations_serve_and_the_log_says_so(tmp_path: Path) -> None:
+    code = (
+        "import torch, logging; logging.basicConfig();"
+        "from kernels.ops import kernels_for; from kernels import reference;"
+        "kernels = [kernels_for(torch.device('cpu')) for _ in range(3)];"
+        "print(kernels[0].write_kv is reference.write_kv)"
+    )
+    done = in_a_process(code, CXX="/nowhere/c++", PAGEMILL_KERNEL_CACHE=str(tmp_path / "empty"))
+    assert done.stdout.strip() == "True", done.stderr
+    assert done.stderr.count("torch's own operations serve") == 1
+    chosen = in_a_process(code, PAGEMILL_CPU_ISA="torch")
+    assert (chosen.stdout.strip(), chosen.stderr) == ("True", "")
+
+
+def test_what_is_not_served_keeps_the_plain_layout() -> None:
+    for block_size, head_dim, dtype in ((16, 72, torch.bfloat16), (24, 64, torch.bfloat16), (16, 64, torch.float32)):
+        assert not attention._serves(torch.empty(1, 1, block_size, head_dim, dtype=dtype))
+    assert attention._serves(torch.empty(1, 1, 16, 80, dtype=torch.bfloat16))
