@@ -5,6 +5,7 @@ the others, they would be given up with it.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,17 +22,22 @@ class Company:
         self._changed = threading.Condition()
         self._present = 0
         self._is_alone = False
-        self._want_to_be_alone = 0
+        self._want_to_be_alone: deque[object] = deque()
 
     @contextmanager
     def join(self, *, alone: bool, give_up: Callable[[], bool]) -> Iterator[bool]:
         """Be in work for the length of the block, once that may be. Yields False if it had to be given up before."""
+        place = object() if alone else None
         with self._changed:
-            self._want_to_be_alone += alone
-            while (given_up := not self._has_room(alone)) and not give_up():
+            if place is not None:
+                self._want_to_be_alone.append(place)
+            while (given_up := not self._has_room(place)) and not give_up():
                 self._changed.wait(_LOOK_S)
-            self._want_to_be_alone -= alone
-            if not given_up:
+            if place is not None:
+                self._want_to_be_alone.remove(place)
+            if given_up:
+                self._changed.notify_all()
+            else:
                 self._is_alone = alone
                 self._present += 1
         if given_up:
@@ -45,5 +51,8 @@ class Company:
                 self._is_alone = False
                 self._changed.notify_all()
 
-    def _has_room(self, alone: bool) -> bool:
-        return not (self._is_alone or (self._present if alone else self._want_to_be_alone))
+    def _has_room(self, place: object | None) -> bool:
+        """`place` is that in the line of those who want to be alone; None for one who does not."""
+        if place is None:
+            return not (self._is_alone or self._want_to_be_alone)
+        return not self._present and self._want_to_be_alone[0] is place
