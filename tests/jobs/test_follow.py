@@ -175,7 +175,14 @@ def test_the_command_ends_with_the_job_s_exit_code(site: Site, pagemill: Command
 def following(site: Site, spec: JobSpec, valkey: ValkeyServer) -> "subprocess.Popen[bytes]":
     environment = {**os.environ, **valkey.environment(), "PAGEMILL_STORAGE": site.settings.storage_url}
     command = [sys.executable, "-m", "jobs.cli", "results", spec.id, "--follow"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_hear_interrupts
+    )
+
+
+def _hear_interrupts() -> None:
+    """Who starts the tests in the background may have them, and their children, ignore these."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_an_interrupt_ends_it_without_a_word(site: Site, valkey: ValkeyServer) -> None:
