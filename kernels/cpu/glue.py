@@ -10,28 +10,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `kernels.reference.rms_norm`."""
     if x.dtype != torch.bfloat16:
         return reference.rms_norm(x, weight, eps)
-    return torch.ops.pagemill_cpu.rms_norm(x, weight, eps, True)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.pagemill_cpu.rms_norm(x, weight, eps, True)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.add_rms_norm`."""
     if x.dtype != torch.bfloat16:
         return reference.add_rms_norm(x, residual, weight, eps)
-    return torch.ops.pagemill_cpu.add_rms_norm(x, residual, weight, eps, True)  # type: ignore[no-any-return]
+    out: tuple[Tensor, Tensor] = torch.ops.pagemill_cpu.add_rms_norm(x, residual, weight, eps, True)
+    return out
 
 
 def rms_norm_float32(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `kernels.reference.rms_norm_float32`."""
     if x.dtype != torch.bfloat16:
         return reference.rms_norm_float32(x, weight, eps)
-    return torch.ops.pagemill_cpu.rms_norm(x, weight, eps, False)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.pagemill_cpu.rms_norm(x, weight, eps, False)
+    return out
 
 
 def add_rms_norm_float32(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `kernels.reference.add_rms_norm_float32`."""
     if x.dtype != torch.bfloat16:
         return reference.add_rms_norm_float32(x, residual, weight, eps)
-    return torch.ops.pagemill_cpu.add_rms_norm(x, residual, weight, eps, False)  # type: ignore[no-any-return]
+    out: tuple[Tensor, Tensor] = torch.ops.pagemill_cpu.add_rms_norm(x, residual, weight, eps, False)
+    return out
 
 
 def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,4 +50,5 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """As `kernels.reference.silu_and_mul`."""
     if gate_up.dtype != torch.bfloat16:
         return reference.silu_and_mul(gate_up)
-    return torch.ops.pagemill_cpu.silu_and_mul(gate_up)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.pagemill_cpu.silu_and_mul(gate_up)
+    return out

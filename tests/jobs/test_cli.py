@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,7 +13,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from jobs.broker import ASSEMBLE, CONTROL_QUEUE
 from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED, EXIT_UNREACHABLE, EXIT_USAGE
 from jobs.ledger import Ledger
-from tests.jobs.commands import Command, commands
+from tests.jobs.commands import Command
 from tests.jobs.ledgers import leased, worker
 from tests.jobs.site import Site
 from tests.servers import BUCKET, S3Server, ValkeyServer
@@ -36,13 +35,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def site(valkey: ValkeyServer, folder: Path) -> Site:
     return Site.of(valkey.settings(storage=f"file://{folder}/store"), Ledger(valkey.client))
-
-
-@pytest.fixture
-def pagemill(
-    site: Site, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> Iterator[Command]:
-    yield from commands(site, valkey, monkeypatch, capfdbinary)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from jobs.errors import EXIT_DONE, EXIT_UNREACHABLE
 from jobs.ledger import Ledger
 from jobs.recover import lost_jobs
 from jobs.spec import JobSpec
-from tests.jobs.commands import Command, commands
+from tests.jobs.commands import Command
 from tests.jobs.site import Site
 from tests.servers import ValkeyServer
 
@@ -35,13 +35,6 @@ def site(valkey: ValkeyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"text": "c"}\n')
     return Site.of(valkey.settings(storage=f"file://{tmp_path}/store"), Ledger(valkey.client))
-
-
-@pytest.fixture
-def pagemill(
-    site: Site, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> Iterator[Command]:
-    yield from commands(site, valkey, monkeypatch, capfdbinary)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import gzip
 import json
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from jobs.cli.terms import deadline
 from jobs.errors import EXIT_DONE, EXIT_JOB_FAILED, EXIT_ROWS_FAILED, EXIT_USAGE, UsageError
 from jobs.formats.jsonl import dumps
 from jobs.ledger import Ledger
-from tests.jobs.commands import Command, commands
+from tests.jobs.commands import Command
 from tests.jobs.ledgers import key, leased
 from tests.jobs.site import Site
 from tests.servers import ValkeyServer
@@ -30,13 +29,6 @@ def site(valkey: ValkeyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"text": "c"}\n')
     return Site.of(valkey.settings(storage=f"file://{tmp_path}/store"), Ledger(valkey.client))
-
-
-@pytest.fixture
-def pagemill(
-    site: Site, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> Iterator[Command]:
-    yield from commands(site, valkey, monkeypatch, capfdbinary)
 
 
 def submitted(pagemill: Command, *options: str) -> str:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from queue import SimpleQueue
 from threading import Thread
 
@@ -17,18 +16,11 @@ from jobs.ledger import Lease
 from jobs.output import Output
 from jobs.records import SegmentRecord
 from jobs.spec import JobSpec
-from tests.jobs.commands import Command, commands
+from tests.jobs.commands import Command
 from tests.jobs.site import Site
 from tests.servers import ValkeyServer
 
 MIXED = [{"prompt": f"question {n}"} if n % 5 else {"text": n} for n in range(10)]
-
-
-@pytest.fixture
-def pagemill(
-    site: Site, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> Iterator[Command]:
-    yield from commands(site, valkey, monkeypatch, capfdbinary)
 
 
 class Reader:

@@ -2,7 +2,6 @@
 
 import gzip
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,19 +12,12 @@ from jobs.gc import Collector, Garbage
 from jobs.ledger import Lease, Ledger
 from jobs.spec import Input, InputFile, JobSpec, Parent
 from jobs.storage.s3_object import split_url
-from tests.jobs.commands import Command, commands
+from tests.jobs.commands import Command
 from tests.jobs.ledgers import key
 from tests.jobs.site import Site, prompts
 from tests.servers import BUCKET, ValkeyServer
 
 HOUR = 3600.0
-
-
-@pytest.fixture
-def pagemill(
-    site: Site, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> Iterator[Command]:
-    yield from commands(site, valkey, monkeypatch, capfdbinary)
 
 
 def collector(site: Site, *, age: float = -HOUR, jobs_age: float | None = None) -> Collector:

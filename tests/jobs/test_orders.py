@@ -1,7 +1,5 @@
 """What a job's owner orders while it runs: obeyed at once, and by a ledger that was built anew from storage."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from jobs import orders
@@ -11,17 +9,9 @@ from jobs.errors import EXIT_DONE, EXIT_USAGE, ServiceUnreachable, StorageError
 from jobs.recover import recover
 from jobs.spec import JobSpec, Terms
 from jobs.submit import enter
-from tests.jobs.commands import Command, commands
+from tests.jobs.commands import Command
 from tests.jobs.ledgers import key
 from tests.jobs.site import Site, prompts
-from tests.servers import ValkeyServer
-
-
-@pytest.fixture
-def pagemill(
-    site: Site, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> Iterator[Command]:
-    yield from commands(site, valkey, monkeypatch, capfdbinary)
 
 
 def lost_and_recovered(site: Site, spec: JobSpec) -> None:

@@ -1,24 +1,14 @@
 """A report adds up: what the segments say, when they were made, and what that cost."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from jobs.records import EngineLoad, SegmentRecord, Usage
 from jobs.report import Report, report
 from jobs.spec import JobSpec
-from tests.jobs.commands import Command, commands
+from tests.jobs.commands import Command
 from tests.jobs.site import Site
-from tests.servers import ValkeyServer
 
 MIXED = [{"prompt": f"question {n}"} if n % 5 else {"text": n} for n in range(16)]
-
-
-@pytest.fixture
-def pagemill(
-    site: Site, valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> Iterator[Command]:
-    yield from commands(site, valkey, monkeypatch, capfdbinary)
 
 
 def worked(site: Site, plan: list[tuple[str, float, float]]) -> JobSpec:
