@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from workers.company import Company
 
@@ -72,3 +72,20 @@ def test_one_that_gives_up_waiting_is_waited_for_by_nobody() -> None:
     for alone in (False, True):
         with company.join(alone=alone, give_up=lambda: True) as admitted:
             assert admitted
+
+
+def test_those_who_want_to_be_alone_are_so_in_the_order_that_they_came() -> None:
+    company = Company()
+    admitted = []
+    with ExitStack() as before:
+        before.enter_context(company.join(alone=False, give_up=lambda: True))
+
+        def there_is_room_and_another_comes() -> bool:
+            before.close()
+            with company.join(alone=True, give_up=lambda: True) as second:
+                admitted.append(second)
+            return False
+
+        with company.join(alone=True, give_up=there_is_room_and_another_comes) as first:
+            admitted.append(first)
+    assert admitted == [False, True]
