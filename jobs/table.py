@@ -14,7 +14,7 @@ import pyarrow as pa
 from pydantic_core import from_json
 
 from jobs.errors import ObjectNotFound, PagemillError, RowError
-from jobs.formats.arrow_types import without_nulls
+from jobs.formats.arrow_types import cast, without_nulls
 from jobs.formats.json_columns import JsonColumns, column_of, encoder_of, json_text_field, without_surrogates
 from jobs.formats.json_values import json_field
 from jobs.formats.jsonl import Line, dumps
@@ -224,14 +224,9 @@ class _TableRows:
         batches = [batch.slice(start, end - start) for batch, start, end in self._slices]
         self._slices = []
         return [
-            pa.chunked_array([_typed(batch.column(field.name), field) for batch in batches], field.type)
+            pa.chunked_array([cast(batch.column(field.name), field.type) for batch in batches], field.type)
             for field in self._fields
         ]
-
-
-def _typed(values: pa.Array, field: pa.Field) -> pa.Array:
-    """The values, of which those that are nulls of no type become strings."""
-    return values if values.type == field.type else values.cast(field.type)
 
 
 def _passed_on(line: Line, row: Row | RowError) -> dict[str, Any] | None:

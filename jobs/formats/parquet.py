@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.errors import InputChanged, PagemillError, PreconditionFailed, UsageError
+from jobs.formats.arrow_types import cast
 from jobs.storage import Store
 
 MAX_GROUP_BYTES = 32 << 20
@@ -196,6 +197,5 @@ def aligned(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         if place < 0:
             arrays.append(pa.nulls(batch.num_rows, field.type))
             continue
-        values = batch.column(place)
-        arrays.append(values if values.type == field.type else values.cast(field.type))
+        arrays.append(cast(batch.column(place), field.type))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -1,11 +1,14 @@
 """Arrow tables of all types that Parquet carries, for hypothesis."""
 
+from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 from hypothesis import strategies as st
+
+from jobs.formats.arrow_types import cast
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 _YEARS = {"min_value": datetime(1700, 1, 1), "max_value": datetime(2200, 1, 1)}
@@ -38,7 +41,7 @@ FLAT: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.timestamp("ns", "Europe/Paris"): _INT64.filter(lambda count: abs(count) < 10**18),
     pa.duration("us"): st.timedeltas(timedelta(-(10**6)), timedelta(10**6)),
     pa.duration("ns"): _INT64,
-    pa.decimal32(7, 2): st.decimals(-(10**5), 10**5 - 1, places=2),
+    pa.decimal32(7, 2): st.decimals(1 - 10**5, 10**5 - 1, places=2),
     pa.decimal64(15, 4): st.decimals(-(10**10), 10**10, places=4),
     pa.decimal128(12, 3): st.decimals(-(10**8), 10**8, places=3).map(Decimal),
     pa.decimal256(50, 20): st.decimals(-(10**20), 10**20, places=20),
@@ -107,3 +110,12 @@ def tables(draw: st.DrawFn, *, min_rows: int = 0, max_rows: int = 12) -> pa.Tabl
         for place, kind in enumerate(kinds)
     }
     return pa.table(columns)
+
+
+def cast_table(table: pa.Table, types: Sequence[pa.DataType]) -> pa.Table:
+    """The table with its columns in these types."""
+    columns = [
+        pa.chunked_array([cast(chunk, kind) for chunk in column.chunks], kind)
+        for column, kind in zip(table.columns, types, strict=True)
+    ]
+    return pa.table(columns, names=table.column_names)

@@ -14,7 +14,7 @@ from uuid import UUID, uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jobs.errors import InputChanged, PagemillError, RowError, UsageError
@@ -368,7 +368,13 @@ def tables(draw: st.DrawFn) -> pa.Table:
     return pa.table(columns)
 
 
+# Arrow casts no null that stands for a list of two nulls, and the dictionary beside it must be cast.
+_WORD_AND_PAIR = pa.struct([("word", pa.dictionary(pa.int8(), pa.string())), ("pair", pa.list_(pa.null(), 2))])
+NULLS_IN_PAIRS = pa.table({"prompt": numbered(2), "x": pa.array([None, {"word": "red", "pair": None}], _WORD_AND_PAIR)})
+
+
 @given(table=tables(), group=st.integers(1, 3), large=st.sampled_from([1, 100]))
+@example(table=NULLS_IN_PAIRS, group=2, large=100)
 @settings(max_examples=80)
 def test_columns_pass_through_with_their_types_and_values(
     tmp_path_factory: pytest.TempPathFactory, table: pa.Table, group: int, large: int

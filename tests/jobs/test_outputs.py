@@ -36,7 +36,7 @@ from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, RecordRows
 from jobs.spool import Spool
 from jobs.submit import enter, prepare
-from tests.jobs.arrow_tables import tables
+from tests.jobs.arrow_tables import cast_table, tables
 from tests.jobs.site import Site, prompts
 from tests.jobs.specs import request as batch_line
 from tests.jobs.test_assemble import Crashed, crash, manifest
@@ -504,8 +504,7 @@ def asked_of(table: pa.Table) -> pa.Table:
 def as_they_pass(path: Path) -> pa.Table:
     """What of a file's columns is in an output: all, in types that are written as they are read."""
     table = pq.read_table(path)
-    kinds = [without_nulls(plain(kind)) for kind in table.schema.types]
-    return table.cast(pa.schema([field.with_type(kind) for field, kind in zip(table.schema, kinds, strict=True)]))
+    return cast_table(table, [without_nulls(plain(kind)) for kind in table.schema.types])
 
 
 HYPOTHESIS = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
