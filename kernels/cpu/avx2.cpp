@@ -13,3 +13,4 @@
 
 #include "attention.h"
 #include "glue.h"
+#include "kv_blocks.h"

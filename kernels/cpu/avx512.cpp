@@ -13,3 +13,4 @@
 #define PAGEMILL_AVX512
 #include "attention.h"
 #include "glue.h"
+#include "kv_blocks.h"
