@@ -1,6 +1,7 @@
-"""The commands `pagemill bench jobs` and `pagemill bench model`."""
+"""The commands of `pagemill bench`."""
 
 import tempfile
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,19 @@ from jobs.settings import settings
 from jobs.storage import Stores
 
 if TYPE_CHECKING:
+    from workers.bench_engine import EngineRun
     from workers.bench_jobs import JobsBench
+
+
+class Workloads(StrEnum):
+    """What `bench engine` knows to measure."""
+
+    W1 = "W1"
+    W2 = "W2"
+    W3 = "W3"
+    W4 = "W4"
+    W5 = "W5"
+
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -96,3 +109,56 @@ def _print(profile: Profile, path: Path) -> None:
         table.add_row(f"decode, {rate.rows:,} rows", f"{rate.tokens_per_second:,.0f}")
     stdout.print(table)
     stdout.print(f"KV pool: {profile.kv_tokens:,} tokens. Kept in {path}.")
+
+
+@bench.command("engine")
+@with_groups
+def engine(
+    engine: EngineOptions,
+    workloads: Annotated[
+        list[Workloads] | None, typer.Argument(help="Which to measure. Default: all, in this order.")
+    ] = None,
+    model: Model = "demo",
+    scale: Annotated[float, typer.Option(min=0.001, max=1, help="Measure this share of the rows, for a look.")] = 1.0,
+    json: Json = False,
+) -> None:
+    """Tokens a second on five workloads of real text, and what share of this machine's limit that is.
+
+    W1: mixed lengths. W2: one prefix for all. W3: long prompts. W4: long answers. W5: a tree of prefixes in a KV pool
+    that holds a quarter of it. The end of an answer is ignored, tokens are the likeliest, and loading is not counted.
+    """
+    from workers.bench_engine import bench_engine
+
+    runs = []
+    try:
+        config = EngineConfig(model, **engine.given)
+        for run in bench_engine(config, engine.given, workloads or list(Workloads), scale=scale):
+            stderr.print(f"{run.name}: {run.seconds:,.2f} s")
+            runs.append(run)
+    except EngineError as error:
+        raise UsageError(error.message, hint=error.hint, code=error.code) from error
+    print_json([run.as_dict() for run in runs]) if json else _print_engine(runs)
+
+
+def _print_engine(runs: "list[EngineRun]") -> None:
+    names = ("rows", "seconds", "new tokens/s", "prompt tokens/s", "TFLOP", "of the ceiling", "floor s", "prefix saved")
+    table = Table("", *(Column(name, justify="right") for name in names), box=None)
+    for run in runs:
+        table.add_row(
+            f"{run.name} {run.title}",
+            f"{run.rows:,}",
+            f"{run.seconds:,.2f}",
+            f"{run.new_tokens / run.seconds:,.0f}",
+            f"{run.prompt_tokens / run.seconds:,.0f}",
+            "" if run.flops is None else f"{run.flops / 1e12:,.2f}",
+            "" if run.share is None else f"{run.share:.0%}",
+            "" if run.floor_seconds is None else f"{run.floor_seconds:,.2f}",
+            "" if run.saved_share is None else f"{run.saved_share:.0%}",
+        )
+    stdout.print(table)
+    for run in runs:
+        measured = run.ceilings
+        stdout.print(
+            f"Ceilings before {run.name}, GFLOP/s: bf16 {measured.bf16 / 1e9:,.0f}, int8 {measured.int8 / 1e9:,.0f}, "
+            f"fp32 {measured.fp32 / 1e9:,.0f}; the model's products are {run.dtype}"
+        )
