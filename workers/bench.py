@@ -21,6 +21,7 @@ from jobs.storage import Stores
 if TYPE_CHECKING:
     from workers.bench_engine import EngineRun
     from workers.bench_jobs import JobsBench
+    from workers.bench_kernels import KernelBench
 
 
 class Workloads(StrEnum):
@@ -162,3 +163,50 @@ def _print_engine(runs: "list[EngineRun]") -> None:
             f"Ceilings before {run.name}, GFLOP/s: bf16 {measured.bf16 / 1e9:,.0f}, int8 {measured.int8 / 1e9:,.0f}, "
             f"fp32 {measured.fp32 / 1e9:,.0f}; the model's products are {run.dtype}"
         )
+
+
+@bench.command("kernels")
+def kernels(
+    model: Model = "demo",
+    num_threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: all cores.")] = None,
+    json: Json = False,
+) -> None:
+    """How near each kernel comes to the limit of this machine, at a model's shapes, and where a step's time goes.
+
+    The limit is that of large products or of large reads, measured here, whichever binds. Above 100 %: what is small
+    enough for the processor's caches.
+    """
+    from workers.bench_kernels import bench_kernels
+
+    try:
+        found = bench_kernels(model, num_threads)
+    except EngineError as error:
+        raise UsageError(error.message, hint=error.hint, code=error.code) from error
+    print_json(found.as_dict()) if json else _print_kernels(found)
+
+
+def _print_kernels(found: "KernelBench") -> None:
+    right = ("µs", "GFLOP/s", "GB/s", "of the limit")
+    table = Table("kernel", "shape", *(Column(name, justify="right") for name in right), "limited by", box=None)
+    for run in found.kernels:
+        table.add_row(
+            run.name,
+            run.shape,
+            f"{run.seconds * 1e6:,.0f}",
+            f"{run.flops / run.seconds / 1e9:,.0f}" if run.flops else "",
+            f"{run.bytes / run.seconds / 1e9:,.1f}",
+            f"{run.share:.0%}",
+            run.bound,
+        )
+    stdout.print(table)
+    parts = ("ms", "linears", "attention", "glue", "other")
+    table = Table("forward pass", *(Column(name, justify="right") for name in parts), box=None)
+    for step in found.steps:
+        shares = (f"{share:.1%}" for share in (step.linear, step.attention, step.glue, step.other))
+        table.add_row(step.shape, f"{step.seconds * 1e3:,.1f}", *shares)
+    stdout.print(table)
+    gemm, memory = found.gemm, found.memory
+    stdout.print(
+        f"Measured limits: bf16 {gemm.bf16 / 1e9:,.0f}, int8 {gemm.int8 / 1e9:,.0f}, fp32 {gemm.fp32 / 1e9:,.0f} "
+        f"GFLOP/s; read {memory.read / 1e9:,.1f}, copy {memory.copy / 1e9:,.1f} GB/s"
+    )

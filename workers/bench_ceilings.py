@@ -1,11 +1,9 @@
 """What the machine can do at most, measured: large products, and large reads and copies."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.utils.benchmark import Timer
 
 _GEMM = 2048
@@ -20,9 +18,6 @@ class GemmCeilings:
     bf16: float
     int8: float
     fp32: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def of(self, dtype: str) -> float:
         """The ceiling of weights in a dtype by torch's name; float16 is multiplied as fast as bfloat16."""
@@ -67,12 +62,12 @@ def measure_memory(device: torch.device, min_seconds: float = 0.4) -> MemoryCeil
     source = torch.ones(_BUFFER_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return MemoryCeilings(
-        read=source.nbytes / seconds_of(source.sum, min_seconds),
+        read=source.nbytes / seconds_of(lambda: torch.dot(source, source), min_seconds),
         copy=2 * source.nbytes / seconds_of(lambda: target.copy_(source), min_seconds),
     )
 
 
-def seconds_of(call: Callable[[], Tensor], min_seconds: float) -> float:
+def seconds_of(call: Callable[[], object], min_seconds: float) -> float:
     """The median time of a call, with torch's threads, after a first one that does not count."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return float(timer.adaptive_autorange(min_run_time=min_seconds, max_run_time=3 * min_seconds).median)
