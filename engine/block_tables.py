@@ -15,7 +15,8 @@ already: nothing is planned twice, and what a later change relies on is the cont
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from itertools import takewhile
 
 from engine.blocks import BlockHash, BlockPool
 from engine.config import SchedulerConfig
@@ -47,6 +48,11 @@ class BlockTables:
         hits = self.pool.match_prefix(hashes)
         num_there = max(len(hits), len(sequence.host_block_ids))
         return hits, hashes[num_there] if num_there < len(hashes) else None
+
+    def num_among(self, sequence: Sequence, first: int, filled: Set[BlockHash]) -> int:
+        """How many of its blocks, from the one numbered `first` on, a waiting sequence will find if these are there."""
+        hashes = sequence.block_hashes(self._block_size, (sequence.num_tokens - 1) // self._block_size)
+        return sum(1 for _ in takewhile(filled.__contains__, hashes[first:]))
 
     def filled_by(self, rows: Iterable[PlanRow]) -> set[BlockHash]:
         """The hashes of all blocks that these rows fill in this step."""

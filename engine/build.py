@@ -153,6 +153,7 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, re
         num_kv_blocks=num_kv_blocks,
         num_host_blocks=size_host_pool(config, device, bytes_per_token=bytes_per_token),
         enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
     )
 
 

@@ -13,6 +13,7 @@ MAX_LORA_RANK = 256
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
+SchedulingPolicy = Literal["prefix", "fcfs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class EngineConfig:
             None: 4 GiB with a GPU, if the machine can spare it; 0 without.
         gpu_memory_utilization: Share of a GPU's memory to use for everything, KV pool included; 0.9 by default.
         enable_prefix_caching: Keep computed blocks and reuse them for prompts that begin alike.
+        scheduling_policy: In which order requests start: `prefix`, prompts that begin alike together, and long answers
+            early; `fcfs`, as they come. No answer depends on it. See `engine.waiting`.
         max_loras: LoRA adapters in memory at a time, and so at most in one step; 0: requests cannot ask for any.
         max_lora_rank: The highest rank of an adapter, at most 256. Memory for `max_loras` of it is kept free.
         seed: From which the seeds of requests without one are derived.
@@ -61,6 +64,7 @@ class EngineConfig:
     swap_space: int | None = None
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "prefix"
     max_loras: int = 0
     max_lora_rank: int = 64
     seed: int = 0
@@ -73,6 +77,11 @@ class EngineConfig:
             raise ConfigError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {self.dtype!r}.")
         if self.model_impl not in get_args(ModelImpl):
             raise ConfigError(f"model_impl must be one of {', '.join(get_args(ModelImpl))}, not {self.model_impl!r}.")
+        if self.scheduling_policy not in get_args(SchedulingPolicy):
+            raise ConfigError(
+                f"scheduling_policy must be one of {', '.join(get_args(SchedulingPolicy))}, "
+                f"not {self.scheduling_policy!r}."
+            )
         if not isinstance(self.trust_remote_code, bool):
             raise ConfigError(f"trust_remote_code must be True or False, not {self.trust_remote_code!r}.")
         _check_int("block_size", self.block_size, at_least=1)
@@ -109,6 +118,7 @@ class SchedulerConfig:
     num_kv_blocks: int
     num_host_blocks: int = 0
     enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "prefix"
 
     def __post_init__(self) -> None:
         if self.max_model_len > self.kv_capacity_tokens:

@@ -53,6 +53,9 @@ class StepScheduler(Protocol):
     def num_waiting(self) -> int: ...
 
     @property
+    def num_wanted(self) -> int: ...
+
+    @property
     def has_unfinished(self) -> bool: ...
 
     def schedule(self, token_budget: int | None = None) -> StepPlan: ...
@@ -100,15 +103,14 @@ class EngineCore:
         self._unencoded.extend(requests)
 
     def _encode_some(self) -> None:
-        """Keep a batch of requests ready to start. They are encoded a batch at a time, and no sooner than needed."""
+        """Keep as many requests ready to start as the scheduler wants. They are encoded a batch at a time."""
         batch_size = self.info.max_num_seqs
-        if not self._unencoded or self.scheduler.num_waiting + len(self._grammars) >= batch_size:
-            return
-        requests = [self._unencoded.popleft() for _ in range(min(batch_size, len(self._unencoded)))]
-        # In runs, so that requests of both kinds keep their order.
-        for pools, run in groupby(requests, lambda request: isinstance(request.params, PoolingParams)):
-            take_in = self._take_in_to_pool if pools else self._take_in_to_generate
-            take_in(list(run))
+        while self._unencoded and self.scheduler.num_wanted > len(self._grammars):
+            requests = [self._unencoded.popleft() for _ in range(min(batch_size, len(self._unencoded)))]
+            # In runs, so that requests of both kinds keep their order.
+            for pools, run in groupby(requests, lambda request: isinstance(request.params, PoolingParams)):
+                take_in = self._take_in_to_pool if pools else self._take_in_to_generate
+                take_in(list(run))
 
     def _take_in_to_pool(self, requests: list[NewRequest]) -> None:
         if self._pooling is None:
@@ -245,6 +247,8 @@ class EngineCore:
             bad_words=self._encode_bad_words(params),
             salt=new.salt,
             lora=new.lora,
+            priority=new.priority,
+            group=new.group,
         )
 
     def _seed_of(self, new: NewRequest, params: SamplingParams) -> int:

@@ -16,7 +16,8 @@ class NewRequest:
     """`index` is the caller's, unique among the requests in the engine. Only requests of one `salt` share KV blocks.
 
     `lora` names an adapter: a folder in PEFT's format, or a hub id with an optional `@revision`. `seed` comes before
-    that of `params`, so that requests which differ in nothing else can share those.
+    that of `params`, so that requests which differ in nothing else can share those. `priority` and `group` are as in
+    `engine.request.Request`.
     """
 
     index: int
@@ -25,6 +26,8 @@ class NewRequest:
     salt: bytes = b""
     lora: str | None = None
     seed: int | None = None
+    priority: int = 0
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

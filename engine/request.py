@@ -26,6 +26,9 @@ class Request:
     `salt` keeps its KV blocks apart from those of requests with another. `max_tokens` is what `params` says, or less:
     the scheduler lowers it to what the context holds. With a `pooler` the request samples nothing: it ends when its
     prompt is computed, and the pooler has its answer; `token_types` say of each token which text of a pair it is from.
+
+    Of requests that wait, those of the highest `priority` start first. Those of one `group` are expected to be answered
+    at similar length.
     """
 
     __slots__ = (
@@ -33,12 +36,14 @@ class Request:
         "beams",
         "eos_token_ids",
         "error",
+        "group",
         "index",
         "lora",
         "max_tokens",
         "num_cached_tokens",
         "params",
         "pooler",
+        "priority",
         "prompt_logprobs",
         "prompt_token_ids",
         "salt",
@@ -60,6 +65,8 @@ class Request:
         bad_words: tuple[tuple[int, ...], ...] = (),
         salt: bytes = b"",
         lora: str | None = None,
+        priority: int = 0,
+        group: str = "",
     ) -> None:
         self.index = index
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -71,6 +78,8 @@ class Request:
         self.token_rules = token_rules(params, bad_words)
         self.salt = salt
         self.lora = lora
+        self.priority = priority
+        self.group = group
         self.adapter: LoraAdapter | None = None  # see engine.lora.LoraCache.acquire
         self.num_cached_tokens: int | None = None  # None until it first runs
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -90,9 +99,13 @@ class Request:
         token_types: tuple[int, ...] = (),
         salt: bytes = b"",
         lora: str | None = None,
+        priority: int = 0,
+        group: str = "",
     ) -> "Request":
         """A request for one vector of its prompt; `token_types` empty: all 0."""
-        request = cls(index, prompt_token_ids, _POOLING_PARAMS, seed=0, salt=salt, lora=lora)
+        request = cls(
+            index, prompt_token_ids, _POOLING_PARAMS, seed=0, salt=salt, lora=lora, priority=priority, group=group
+        )
         request.pooler = pooler
         request.token_types = token_types
         return request

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import MutableSequence
 from itertools import islice
 
-from engine.admission import BlockForecast
+from engine.admission import OutputForecast
 from engine.block_tables import BlockTables
 from engine.config import SchedulerConfig
 from engine.errors import RequestError, not_numbers
@@ -30,6 +30,7 @@ from engine.plan import PlanDraft, PlanRow, Sampled, StepOutput, StepPlan
 from engine.request import Request
 from engine.sampling.beam import BeamSearch
 from engine.sequence import Sequence, SequenceStatus
+from engine.waiting import ArrivalOrder, PrefixOrder, WaitingRequests
 
 
 class Scheduler:
@@ -42,10 +43,11 @@ class Scheduler:
         self.config = config
         self._adapters = adapters
         self.tables = BlockTables(config)
-        self._waiting: deque[Sequence] = deque()
+        self._forecast = OutputForecast(config.block_size)
+        self._new = _order(config, self._forecast)
+        self._waiting: deque[Sequence] = deque()  # come before new ones: preempted, forked, or passed over
         self._running: list[Sequence] = []  # in order of admission: the youngest stands last
         self._requests: dict[int, Request] = {}
-        self._forecast = BlockForecast(config.block_size)
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._step_rows = 0
         self._preemptions = self._swaps = 0
 
@@ -68,7 +70,7 @@ class Scheduler:
             raise ValueError(f"a request with index {request.index} is in the engine already")
         request.max_tokens = min(request.max_tokens, self.config.max_model_len - request.num_prompt_tokens)
         self._requests[request.index] = request
-        self._waiting.extend(request.sequences)
+        self._new.add(request)
 
     def abort(self, index: int) -> Request | None:
         """Finish a request now, whatever its state, and return it; None if there is none of that index."""
@@ -86,7 +88,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._new)
+
+    @property
+    def num_wanted(self) -> int:
+        """How many more requests it should know of, to keep the batch full and to order them; below 0: none."""
+        return self._new.num_wanted - len(self._waiting)
 
     @property
     def has_unfinished(self) -> bool:
@@ -157,37 +164,46 @@ class Scheduler:
         that find none wait at the head of the queue, so that a request may have more of them than there are seats.
 
         One whose next block is being computed by another row of this same step is passed over: a step later it finds
-        that block in the cache. So is one that is parked, or whose adapter is not in memory. They keep their places in
-        the queue.
+        that block in the cache. Its seat and the blocks that it will lack are kept for it, lest requests of other
+        prefixes take the room of those that share this one. Passed over as well is one that is parked, or whose adapter
+        is not in memory. They keep their places at the head of the queue.
         """
-        if not self._waiting or len(self._running) == self.config.max_num_seqs:
+        if not self.num_waiting or len(self._running) == self.config.max_num_seqs:
             return
         free_seats = self.config.max_num_seqs - sum(sequence.num_continuations for sequence in self._running)
         in_progress = self.tables.filled_by(draft.rows)
         promised = sum(self._forecast.growth(sequence) for sequence in self._running)
         passed_over: list[Sequence] = []
-        num_soon_cached = 0
-        while self._waiting and draft.budget > 0 and free_seats > 0 and num_soon_cached < self.config.max_num_seqs:
-            sequence = self._waiting.popleft()
+        while draft.budget > 0 and free_seats > 0 and (sequence := self._next(len(passed_over))):
             if not self._may_start(sequence):
                 passed_over.append(sequence)
                 continue
             hits, next_hash = self.tables.find_prefix(sequence)
-            if next_hash in in_progress:
-                passed_over.append(sequence)
-                num_soon_cached += 1
-                continue
             need = self._forecast.blocks(sequence, min(sequence.num_continuations, free_seats)) - len(hits)
+            if soon_cached := next_hash in in_progress:
+                need -= self.tables.num_among(sequence, len(hits), in_progress)
             available = self.tables.pool.num_free - self.tables.pool.num_free_among(hits) - promised
             # With nobody running, everything is free: the pool holds any one sequence of max_model_len.
             if need > available and self._running:
                 passed_over.append(sequence)
                 break
+            free_seats -= sequence.num_continuations
+            if soon_cached:
+                passed_over.append(sequence)
+                promised += need
+                continue
             row = self._start(sequence, hits, draft)
             in_progress |= self.tables.filled_by([row])
             promised += self._forecast.growth(sequence)
-            free_seats -= sequence.num_continuations
         self._waiting.extendleft(reversed(passed_over))
+
+    def _next(self, num_passed_over: int) -> Sequence | None:
+        """Take the next waiting sequence; none if a batch of them was passed over, and all others are new."""
+        if self._waiting:
+            return self._waiting.popleft()
+        if len(self._new) and num_passed_over < self.config.max_num_seqs:
+            return self._new.take().sequences[0]
+        return None
 
     def _may_start(self, sequence: Sequence) -> bool:
         return not sequence.parked and (not self._adapters or self._adapters.acquire(sequence.request))
@@ -305,6 +321,7 @@ class Scheduler:
         """Forget these requests, and take every finished sequence out of its queue and out of its blocks."""
         for request in finished:
             del self._requests[request.index]
+            self._new.remove(request)
             if self._adapters:
                 self._adapters.release(request)
         for sequence in (*self._running, *self._waiting):
@@ -317,7 +334,7 @@ class Scheduler:
         pool, swap = self.tables.pool, self.tables.swap
         return EngineStats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=self.num_waiting,
             kv_blocks_used=pool.num_usable - pool.num_free,
             kv_blocks_total=pool.num_usable,
             swap_blocks_used=swap.pool.num_usable - swap.pool.num_free,
@@ -336,14 +353,22 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` unless queues, sequences and block references agree; for tests, between two steps."""
-        self.tables.check_integrity(self._running, self._waiting)
-        queued = {id(sequence) for sequence in (*self._waiting, *self._running)}
+        waiting = [*self._waiting, *(request.sequences[0] for request in self._new)]
+        self.tables.check_integrity(self._running, waiting)
+        queued = {id(sequence) for sequence in (*waiting, *self._running)}
         if queued != {id(sequence) for request in self._requests.values() for sequence in request.unfinished}:
             raise RuntimeError("scheduler: the queues and the requests disagree")
         if len(self._running) > self.config.max_num_seqs:
             raise RuntimeError("scheduler: more sequences run than there are seats")
         if self._adapters:
             self._adapters.check_integrity(self._requests.values())
+
+
+def _order(config: SchedulerConfig, forecast: OutputForecast) -> WaitingRequests:
+    if config.scheduling_policy == "fcfs":
+        return ArrivalOrder(config.max_num_seqs)
+    block_size = config.block_size if config.enable_prefix_caching else 0
+    return PrefixOrder(config.max_num_seqs, block_size, forecast.output_tokens)
 
 
 def _behind_siblings(sequence: Sequence, queue: MutableSequence[Sequence], place: int) -> int:

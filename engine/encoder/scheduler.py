@@ -59,6 +59,11 @@ class EncoderScheduler:
         return len(self._waiting)
 
     @property
+    def num_wanted(self) -> int:
+        """How many more requests it should know of to fill a step; below 0: none."""
+        return self._max_num_seqs - len(self._waiting)
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self._waiting)
 

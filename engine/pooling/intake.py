@@ -65,7 +65,14 @@ class PoolingIntake:
             else:
                 token_ids, token_types = prompt
                 made[new.index] = Request.to_pool(
-                    new.index, token_ids, pooler, token_types=token_types, salt=new.salt, lora=new.lora
+                    new.index,
+                    token_ids,
+                    pooler,
+                    token_types=token_types,
+                    salt=new.salt,
+                    lora=new.lora,
+                    priority=new.priority,
+                    group=new.group,
                 )
         return [made[new.index] for new in news]
 

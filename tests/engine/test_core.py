@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from engine import waiting
 from engine.core import TokenBudget
 from engine.messages import NewRequest
 from engine.sampling.params import SamplingParams
@@ -287,9 +288,24 @@ def test_stats_say_how_many_sequences_ran_in_a_step():
     assert (stats.steps, stats.step_rows) == (8, 16), "two and two, each with a step a token"
 
 
-def test_only_as_many_prompts_are_encoded_as_can_soon_run():
-    core = text_core(toy_limits(max_num_seqs=2))
+def test_in_order_of_arrival_only_as_many_prompts_are_encoded_as_can_soon_run():
+    core = text_core(toy_limits(max_num_seqs=2, scheduling_policy="fcfs"))
     core.add_requests(NewRequest(index, "hello", GREEDY) for index in range(50))
     core.step()
     assert len(core._unencoded) == 48
+    assert core.stats().waiting + core.stats().running == 50
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted"),
+    [({"LOOKAHEAD_REQUESTS": 20}, 20), ({"LOOKAHEAD_TOKENS": 49}, 10), ({"LOOKAHEAD_REQUESTS": 1}, 2)],
+    ids=["requests", "tokens", "not less than a batch"],
+)
+def test_to_order_them_more_prompts_are_encoded_but_not_all(monkeypatch, most, wanted):
+    for name, value in most.items():
+        monkeypatch.setattr(waiting, name, value)
+    core = text_core(toy_limits(max_num_seqs=2))
+    core.add_requests(NewRequest(index, "hello", GREEDY) for index in range(50))
+    core.step()
+    assert len(core._unencoded) == 50 - wanted
     assert core.stats().waiting + core.stats().running == 50

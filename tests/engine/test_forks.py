@@ -93,7 +93,7 @@ def test_a_request_may_have_more_continuations_than_there_are_seats(prompt_lengt
 
 
 def test_continuations_without_a_seat_find_the_prompt_in_the_cache_and_go_before_other_requests():
-    scheduler = Scheduler(toy_limits(max_num_seqs=2))
+    scheduler = Scheduler(toy_limits(max_num_seqs=2, scheduling_policy="fcfs"))
     runner = toy_runner(scheduler.config)
     asked, other = sampled(0, range(10), n=4, max_tokens=2), sampled(1, range(50, 60), n=1)
     scheduler.add(asked)

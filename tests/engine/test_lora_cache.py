@@ -73,7 +73,7 @@ class Engine:
 
 @pytest.mark.parametrize("max_loras", [1, 2, 3])
 def test_never_are_more_adapters_in_a_step_than_may_be_in_memory(max_loras):
-    engine = Engine(max_loras=max_loras)
+    engine = Engine(max_loras=max_loras, scheduling_policy="fcfs")
     engine.add(*["a", "b", None, "c", "d", "a", "c", None, "b", "d"] * 4)
     engine.finish()
     assert len(engine.outputs) == 40
@@ -177,7 +177,7 @@ def test_a_loop_with_nothing_else_to_do_sleeps_until_the_adapter_is_there():
 
 
 def test_a_request_that_waits_for_a_slot_is_overtaken_only_so_often():
-    engine = Engine(max_loras=1, max_overtakes=6, max_num_seqs=8)
+    engine = Engine(max_loras=1, max_overtakes=6, max_num_seqs=8, scheduling_policy="fcfs")
     # One a step, of four tokens each: there is never a moment without a holder of "a".
     for step in range(12):
         engine.add("a", first=step)
