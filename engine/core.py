@@ -1,7 +1,7 @@
 """The loop: prompts in, outputs out, one step at a time."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, cast
@@ -68,7 +68,10 @@ class StepScheduler(Protocol):
 
 
 class EngineCore:
-    """One model's requests, from prompt to output. Not thread-safe: one thread adds, aborts and steps."""
+    """One model's requests, from prompt to output. Not thread-safe: one thread adds, aborts and steps.
+
+    `on_start` is called before a step with the indices of the requests that start in it.
+    """
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class EngineCore:
         self.info = info
         self.tokenizer = tokenizer
         self.scheduler = scheduler
+        self.on_start: Callable[[tuple[int, ...]], None] = lambda indices: None
         self._runner = runner
         self._answers = AnswerWriter(tokenizer)
         self._encoder = PromptEncoder(tokenizer, info.vocab_size)
@@ -188,6 +192,8 @@ class EngineCore:
         return outputs
 
     def _run(self, plan: StepPlan) -> list[Request]:
+        if plan.started:
+            self.on_start(plan.started)
         try:
             output = self._runner.execute(plan)
         except OutOfMemory as error:

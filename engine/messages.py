@@ -41,6 +41,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """The requests with which the engine begins in the step that it is about to run, by index."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """All that one step finished, in one message, and the engine's numbers after it."""
 

@@ -42,12 +42,13 @@ class StepPlan(NamedTuple):
     """What one step computes. Rows that sample and rows that only prefill are mixed, in order of admission.
 
     `moves` come before the forward pass, one after the other in this order: a later one may overwrite what an earlier
-    one reads.
+    one reads. `started` are the indices of the requests that no step was planned for before.
     """
 
     rows: tuple[PlanRow, ...]
     num_tokens: int
     moves: tuple[BlockMove, ...] = ()
+    started: tuple[int, ...] = ()
 
 
 class PlanDraft:
@@ -57,6 +58,7 @@ class PlanDraft:
         self.budget = budget
         self.rows: list[PlanRow] = []
         self.moves: list[BlockMove] = []
+        self.started: list[int] = []
 
     def add_row(self, sequence: Sequence, num_tokens: int) -> PlanRow:
         """Plan the next `num_tokens` of a sequence; with the last of them, something is sampled."""
@@ -68,7 +70,8 @@ class PlanDraft:
         return row
 
     def freeze(self) -> StepPlan:
-        return StepPlan(tuple(self.rows), sum(row.num_tokens for row in self.rows), tuple(self.moves))
+        num_tokens = sum(row.num_tokens for row in self.rows)
+        return StepPlan(tuple(self.rows), num_tokens, tuple(self.moves), tuple(self.started))
 
 
 class Sampled(NamedTuple):

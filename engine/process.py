@@ -1,7 +1,8 @@
 """The engine in a process of its own, so that a fault of the device or a lack of memory kills it and not its owner.
 
     submit() ──── outbox ── writer thread ══ pipe ══► receiver thread ── inbox ──► main thread: the loop
-    on_outputs() ◄───────── reader thread ◄══ pipe ══════════════════════════════ one report for each step
+    on_start()   ◄───────── reader thread ◄══ pipe ══════════════════════════════ what a step begins with
+    on_outputs() ◄──────────────┘                                                 one report after each step
 
 The child is a fresh interpreter, not a fork and not `multiprocessing`'s spawn: it imports the engine and nothing of its
 owner's, whatever the owner's main module is, and takes over no locks, threads or signal handlers. It ends by itself
@@ -22,7 +23,7 @@ from queue import Empty, SimpleQueue
 from engine.config import EngineConfig
 from engine.errors import EngineDied, EngineError
 from engine.info import EngineInfo, EngineStats
-from engine.messages import Abort, NewRequest, StepReport, Stop
+from engine.messages import Abort, NewRequest, Started, StepReport, Stop
 from engine.outputs import EngineOutput
 
 # How long a child whose pipe is closed may take to be gone.
@@ -32,18 +33,25 @@ _EXIT_GRACE_S = 5.0
 class EngineProcess:
     """Starts, feeds and ends one engine process. All methods may be called from any thread.
 
-    `on_outputs` is given what each step finished, on the reader thread, and must not block. `died` is set once the
-    process has ended, for whatever reason: by then `on_outputs` has had all outputs that there will be, and `death`
-    says why. An ended process is not started again: make a new one.
+    `on_outputs` is given what each step finished, and `on_start`, before a step, the indices of the requests that start
+    in it: not in the order in which they were submitted. Both are called on the reader thread and must not block.
+    `died` is set once the process has ended, for whatever reason: by then `on_outputs` has had all outputs that there
+    will be, and `death` says why. An ended process is not started again: make a new one.
     """
 
     _child_main = "engine.process_main"
 
-    def __init__(self, config: EngineConfig, on_outputs: Callable[[list[EngineOutput]], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_outputs: Callable[[list[EngineOutput]], None],
+        on_start: Callable[[tuple[int, ...]], None],
+    ) -> None:
         self.died = threading.Event()
         self.death: EngineDied | None = None
         self._config = config
         self._on_outputs = on_outputs
+        self._on_start = on_start
         self._process: subprocess.Popen[bytes] | None = None
         self._loaded: Future[EngineInfo] = Future()
         self._stats = EngineStats()
@@ -137,11 +145,13 @@ class EngineProcess:
         finally:
             self._settle(connection)
 
-    def _receive(self, message: EngineInfo | EngineError | StepReport) -> None:
+    def _receive(self, message: EngineInfo | EngineError | Started | StepReport) -> None:
         if isinstance(message, EngineInfo):
             self._loaded.set_result(message)
         elif isinstance(message, EngineError):
             self._loaded.set_exception(message)
+        elif isinstance(message, Started):
+            self._on_start(message.indices)
         else:
             self._stats = message.stats
             if message.outputs:

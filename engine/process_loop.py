@@ -15,7 +15,7 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.info import EngineInfo, EngineStats
-from engine.messages import Abort, NewRequest, StepReport, Stop
+from engine.messages import Abort, NewRequest, Started, StepReport, Stop
 from engine.outputs import EngineOutput
 
 Message = list[NewRequest] | Abort | Stop
@@ -25,6 +25,7 @@ class Core(Protocol):
     """What the loop needs of `engine.core.EngineCore`."""
 
     info: EngineInfo
+    on_start: Callable[[tuple[int, ...]], None]
 
     def add_requests(self, requests: Iterable[NewRequest]) -> None: ...
 
@@ -56,6 +57,7 @@ def serve(file_descriptor: int, build: Callable[[EngineConfig], Core]) -> None:
         connection.send(error)
         return
     connection.send(core.info)
+    core.on_start = lambda indices: connection.send(Started(indices))
     _loop(core, connection, inbox)
 
 

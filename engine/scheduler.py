@@ -216,6 +216,7 @@ class Scheduler:
         self._running.append(sequence)
         request = sequence.request
         if request.num_cached_tokens is None:
+            draft.started.append(request.index)
             request.num_cached_tokens = sequence.num_computed_tokens
             self._prompt_tokens += request.num_prompt_tokens
             self._cached_tokens += request.num_cached_tokens

@@ -46,8 +46,8 @@ class Call:
     """One request, for as long as it takes to be answered, over as many engine processes as that needs.
 
     `on_answers` is given the call, with others that were answered at the same time, once `answer` is there. `began_at`
-    is when the engine that has it now could begin with it, by the monotonic clock; None while its seats are taken by
-    requests that came before. `index` is the engine's number for it, None while no engine has it.
+    is when the engine that has it now began with it, by the monotonic clock; None while it waits for its turn. `index`
+    is the engine's number for it, None while no engine has it.
     """
 
     request: EngineRequest
@@ -61,7 +61,9 @@ class Call:
 
 OnAnswers = Callable[[list[Call]], None]
 """Called from a thread of the host or of the engine process's owner; must not block."""
-MakeEngine = Callable[[EngineConfig, Callable[[list[EngineOutput]], None]], EngineProcess]
+MakeEngine = Callable[
+    [EngineConfig, Callable[[list[EngineOutput]], None], Callable[[tuple[int, ...]], None]], EngineProcess
+]
 
 
 class EngineHost:
@@ -83,14 +85,12 @@ class EngineHost:
         self._config = config
         self._make_engine = make_engine
         self._on_hopeless = on_hopeless
-        self._engine = make_engine(config, self._answered)
+        self._engine = make_engine(config, self._answered, self._began)
         self._info: EngineInfo | None = None
         self._lock = threading.Lock()
         self._up = False
         self._indices = count()
         self._in_flight: dict[int, Call] = {}
-        self._seated: set[Call] = set()
-        self._unseated: deque[Call] = deque()
         self._held: deque[Call] = deque()
         self._groups: deque[list[Call]] = deque()
         self._on_trial: set[Call] = set()
@@ -175,20 +175,27 @@ class EngineHost:
         for call in calls:
             call.index = next(self._indices)
             self._in_flight[call.index] = call
-            self._unseated.append(call)
             asked = call.request
-            requests.append(NewRequest(call.index, asked.prompt, asked.params, lora=asked.lora, seed=asked.seed))
-        self._seat()
+            requests.append(
+                NewRequest(
+                    call.index,
+                    asked.prompt,
+                    asked.params,
+                    lora=asked.lora,
+                    seed=asked.seed,
+                    priority=asked.priority,
+                    group=asked.group,
+                )
+            )
         self._engine.submit(requests)
 
-    def _seat(self) -> None:
-        """Note which calls the engine can have begun with: as many as it has seats, in the order that it was asked."""
-        seats, now = self.seats, time.monotonic()
-        while self._unseated and len(self._seated) < seats:
-            call = self._unseated.popleft()
-            if call.index is not None:
-                call.began_at = now
-                self._seated.add(call)
+    def _began(self, indices: tuple[int, ...]) -> None:
+        """What the engine begins with in its next step, on the thread that reads from it."""
+        now = time.monotonic()
+        with self._lock:
+            for index in indices:
+                if call := self._in_flight.get(index):
+                    call.began_at = now
 
     def _answered(self, outputs: list[EngineOutput]) -> None:
         """What one step of the engine finished, on the thread that reads from it."""
@@ -197,8 +204,6 @@ class EngineHost:
             for call, output in zip(calls, outputs, strict=True):
                 call.index, call.answer = None, output
             self._on_trial.difference_update(calls)
-            self._seated.difference_update(calls)
-            self._seat()
             self._dispatch()
         _report(calls)
 
@@ -226,8 +231,6 @@ class EngineHost:
             alone = bool(self._on_trial) and len(self._in_flight) == 1
             self._in_flight.clear()
             self._on_trial.clear()
-            self._seated.clear()
-            self._unseated.clear()
             for call in victims:
                 call.deaths += 1
                 call.began_at = call.index = None
@@ -246,7 +249,7 @@ class EngineHost:
     def _restart(self, delay: float) -> bool:
         failures = 0
         while not self._stopping.wait(delay):
-            self._engine = self._make_engine(self._config, self._answered)
+            self._engine = self._make_engine(self._config, self._answered, self._began)
             try:
                 self._engine.start()
             except EngineError as error:

@@ -27,16 +27,23 @@ _COMPLETION_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What the engine is asked for. The seed is apart from the parameters, which most rows of a job share."""
+    """What the engine is asked for. The seed is apart from the parameters, which most rows of a job share.
+
+    `priority` and `group` are the job's, as in `engine.request.Request`.
+    """
 
     prompt: Prompt
     params: SamplingParams | PoolingParams
     lora: str | None = None
     seed: int | None = None
+    priority: int = 0
+    group: str = ""
 
 
-def requests_for(job_id: str, index: int, row: Row) -> list[EngineRequest]:
+def requests_for(job_id: str, index: int, row: Row, priority: int = 0) -> list[EngineRequest]:
     """What to ask the engine for row `index` of a job: one request for each of its prompts.
+
+    Rows of a job come from one template, and are expected to be answered at similar length.
 
     Raises the engine's RequestError for a parameter out of range.
     """
@@ -50,7 +57,7 @@ def requests_for(job_id: str, index: int, row: Row) -> list[EngineRequest]:
     else:
         params = _sampling_params(row.params.model_copy(update={"seed": None}), row.kind)
         seed = row.params.seed
-    return [EngineRequest(cast(Prompt, prompt), params, row.lora, seed) for prompt in row.prompts]
+    return [EngineRequest(cast(Prompt, prompt), params, row.lora, seed, priority, job_id) for prompt in row.prompts]
 
 
 @lru_cache(maxsize=256)

@@ -174,7 +174,7 @@ class AskedRow:
     open: int = 0
 
     def began_at(self) -> float | None:
-        """When the engine could begin with the first of its prompts, by the monotonic clock."""
+        """When the engine began with the first of its prompts, by the monotonic clock."""
         return min((call.began_at for call in self.calls if call.began_at is not None), default=None)
 
 
@@ -295,7 +295,7 @@ class Attempt:
 
     def _requests_for(self, planned: PlannedRow, row: Row) -> Iterator[tuple[AskedRow, EngineRequest]]:
         try:
-            requests = requests_for(self._lease.spec.origin, planned.index, row)
+            requests = requests_for(self._lease.spec.origin, planned.index, row, self._lease.spec.priority)
         except RequestError as error:
             self._settle(planned, row, row_error(row, error.code, str(error), error.field))
             return

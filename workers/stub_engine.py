@@ -3,7 +3,7 @@
 It is a process behind a pipe as the engine is, with the engine's own loop.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.config import EngineConfig
 from engine.info import EngineInfo, EngineStats
@@ -25,6 +25,7 @@ class StubCore:
     def __init__(self, config: EngineConfig) -> None:
         self._seats = config.max_num_seqs or 256
         self.info = EngineInfo(config.model, "none", "stub", 4096, self._seats, 8192, 32000, 1, 32)
+        self.on_start: Callable[[tuple[int, ...]], None] = lambda indices: None
         self._asked: dict[int, NewRequest] = {}
         self._generated = 0
 
@@ -40,6 +41,7 @@ class StubCore:
 
     def step(self) -> list[EngineOutput]:
         seated = list(self._asked)[: self._seats]
+        self.on_start(tuple(seated))
         for index in seated:
             del self._asked[index]
         self._generated += len(seated) * _ANSWER_TOKENS

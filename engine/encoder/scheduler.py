@@ -82,7 +82,8 @@ class EncoderScheduler:
             rows.append(PlanRow(request.sequences[0], 0, length, num_samples=0))
             budget -= length
         rows.sort(key=lambda row: row.num_tokens)
-        return StepPlan(tuple(rows), sum(row.num_tokens for row in rows))
+        started = tuple(row.sequence.request.index for row in rows)
+        return StepPlan(tuple(rows), sum(row.num_tokens for row in rows), started=started)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Request]:
         """Enter the results of a step, and return its requests, all of which it finished."""

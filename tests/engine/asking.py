@@ -14,7 +14,9 @@ from engine.process import EngineProcess
 
 class AskingProcess(EngineProcess):
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, self._answer)
+        super().__init__(config, self._answer, self._note_start)
+        self.started: list[int] = []
+        self.begun = threading.Event()
         self._indices = count()
         self._lock = threading.Lock()
         self._futures: dict[int, Future[EngineOutput]] = {}
@@ -27,6 +29,10 @@ class AskingProcess(EngineProcess):
             self.submit([NewRequest(index, *request, **fields)])
             self._futures[index] = future
         return future
+
+    def _note_start(self, indices: tuple[int, ...]) -> None:
+        self.started += indices
+        self.begun.set()
 
     def _answer(self, outputs: Iterable[EngineOutput]) -> None:
         for output in outputs:

@@ -13,7 +13,7 @@ from engine import EngineConfig, EngineDied, ModelNotFound, SamplingParams
 from engine.messages import NewRequest
 from engine.process import EngineProcess
 from tests.engine.toy import answer
-from tests.engine.toy_process import ToyProcess
+from tests.engine.toy_process import HANG, ToyProcess
 
 
 class Reporting(EngineProcess):
@@ -77,6 +77,7 @@ def test_an_aborted_request_gives_what_it_has(engine):
 
 def test_requests_that_are_handed_over_together_are_reported_together():
     reports = []
+    started = []
     all_answered = threading.Event()
 
     def take(outputs):
@@ -84,13 +85,20 @@ def test_requests_that_are_handed_over_together_are_reported_together():
         if sum(map(len, reports)) == 3:
             all_answered.set()
 
-    process = Reporting(EngineConfig("toy"), take)
+    process = Reporting(EngineConfig("toy"), take, started.append)
     process.start()
     same_length = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     process.submit([NewRequest(index, [index], same_length) for index in range(3)])
     assert all_answered.wait(WAIT_S)
     process.stop()
     assert reports == [[0, 1, 2]]
+    assert started == [(0, 1, 2)]
+
+
+def test_the_owner_knows_what_a_step_began_with_before_it_ends(engine):
+    engine.ask(HANG, GREEDY)
+    assert engine.begun.wait(WAIT_S)
+    assert engine.started == [0]
 
 
 def test_what_cannot_be_sent_raises_to_its_sender_and_harms_nobody(unharmed):

@@ -7,7 +7,7 @@ kill the process, be refused, or never be answered.
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from engine.config import EngineConfig
@@ -43,6 +43,7 @@ class StubCore:
 
     def __init__(self, config: EngineConfig) -> None:
         self.info = EngineInfo(config.model, "none", "stub", 4096, SEATS, 8192, 32000, 1, 32)
+        self.on_start: Callable[[tuple[int, ...]], None] = lambda indices: None
         self._asked: dict[int, NewRequest] = {}
         self._stats = EngineStats()
         self._step_s = float(os.environ.get(STEP, "0"))
@@ -60,6 +61,7 @@ class StubCore:
 
     def step(self) -> list[EngineOutput]:
         seated = self._seated()
+        self.on_start(tuple(request.index for request in seated))
         self._clock.wait(self._step_s)
         if any(POISON in _text(request.prompt) for request in seated):
             sys.stderr.write("the stub engine was given poison\n")

@@ -15,6 +15,9 @@ CONFIG = EngineConfig("stub")
 INFO = EngineInfo("stub", "float32", "cpu", 100, 8, 64, 1000, 50, 16)
 POISON = "poison"
 
+OnOutputs = Callable[[list[EngineOutput]], None]
+OnStart = Callable[[tuple[int, ...]], None]
+
 
 def text_of(prompt: Any) -> str:
     """What a prompt says: itself, or its last message."""
@@ -43,8 +46,8 @@ class Engines:
     started: threading.Condition = field(default_factory=threading.Condition)
     rules: Callable[[Any], EngineOutput] = answer_to
 
-    def __call__(self, config: EngineConfig, on_outputs: Callable[[list[EngineOutput]], None]) -> "StubEngine":
-        self.made.append(StubEngine(self, on_outputs))
+    def __call__(self, config: EngineConfig, on_outputs: OnOutputs, on_start: OnStart) -> "StubEngine":
+        self.made.append(StubEngine(self, on_outputs, on_start))
         return self.made[-1]
 
     def wait_for(self, count: int) -> None:
@@ -60,12 +63,13 @@ class Engines:
 class StubEngine:
     """The surface of EngineProcess."""
 
-    def __init__(self, engines: Engines, on_outputs: Callable[[list[EngineOutput]], None]) -> None:
+    def __init__(self, engines: Engines, on_outputs: OnOutputs, on_start: OnStart) -> None:
         self.engines = engines
         self.died = threading.Event()
         self.death: EngineDied | None = None
         self.pid: int | None = None
         self._on_outputs = on_outputs
+        self._on_start = on_start
         self._accepting = True
         self._changed = threading.Condition()
         self._in_flight: dict[int, Any] = {}
@@ -103,6 +107,11 @@ class StubEngine:
         if self.pid is not None:
             self.die()
 
+    def begin(self, *prompts: str) -> None:
+        """Begin with these prompts, or with as many of those in flight as there are seats."""
+        wanted = [index for index, prompt in self.in_flight() if not prompts or text_of(prompt) in prompts]
+        self._on_start(tuple(wanted[: INFO.max_num_seqs]))
+
     def step(self) -> None:
         """Answer all that is in flight, or die of it."""
         with self._changed:
@@ -131,6 +140,11 @@ class StubEngine:
     def has(self, count: int, within_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: len(self._in_flight) >= count, within_s)
+
+    def wait_until(self, so: Callable[[list[str]], bool]) -> bool:
+        """Until it is so of the prompts in flight; whether it came to that."""
+        with self._changed:
+            return self._changed.wait_for(lambda: so([text_of(prompt) for prompt in self._in_flight.values()]), 10)
 
     def wait_until_empty(self) -> None:
         with self._changed:

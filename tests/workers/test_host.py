@@ -149,7 +149,7 @@ def test_a_group_on_trial_runs_with_nobody_beside_it(engines: Engines, host: Eng
     assert late.texts() == ["answer to late"]
 
 
-def test_calls_of_a_group_have_begun_when_it_runs(engines: Engines, host: EngineHost) -> None:
+def test_calls_have_begun_when_the_engine_has_begun_with_them(engines: Engines, host: EngineHost) -> None:
     engines.by_hand = True
     asked = Asked(host, *"abcdefgh")
     for death in (1, 2):
@@ -157,6 +157,8 @@ def test_calls_of_a_group_have_begun_when_it_runs(engines: Engines, host: Engine
         engines.last.die()
         engines.wait_for(death + 1)
     engines.last.wait_for(2)
+    assert [call.began_at for call in asked.calls] == [None] * 8
+    engines.last.begin()
     assert [call.began_at is not None for call in asked.calls] == [True] * 2 + [False] * 6
     for _ in range(4):
         engines.last.wait_for(2)

@@ -25,7 +25,7 @@ from tests.jobs.ledgers import key
 from tests.jobs.site import Site
 from tests.jobs.specs import read, record_spec, request
 from tests.workers.conftest import WINDOW, Bench, at_work
-from tests.workers.stub_engine import INFO, Engines, answer_to, text_of
+from tests.workers.stub_engine import Engines, answer_to, text_of
 from workers import twins
 from workers.host import Call
 from workers.render import EngineRequest
@@ -72,6 +72,7 @@ def test_a_row_that_takes_too_long_is_an_error_and_the_shard_goes_on(bench: Benc
     spec = submitted(bench.site, texts("a", "slow", "c", "d"), max_row_seconds=0.3)
     with at_work(bench, spec):
         engines.last.wait_for(WINDOW)
+        engines.last.begin()
         answer_all_but(engines, "slow")
         # The last row is asked when the first has left the window.
         engines.last.wait_for(2)
@@ -95,18 +96,32 @@ def ask(bench: Bench, count: int) -> list[Call]:
     return bench.context.host.submit(requests, lambda calls: None)
 
 
-def test_a_row_has_all_its_time_from_when_the_engine_has_a_seat_for_it(bench: Bench, engines: Engines) -> None:
+def test_a_row_has_all_its_time_from_when_the_engine_begins_with_it(bench: Bench, engines: Engines) -> None:
     engines.by_hand = True
-    calls = ask(bench, INFO.max_num_seqs + 2)
-    assert [call.began_at is None for call in calls] == [False] * INFO.max_num_seqs + [True, True]
-    (first, prompt), *_ = engines.last.in_flight()
-    engines.last.answer(first, answer_to(prompt))
-    assert [call.began_at is None for call in calls[-2:]] == [False, True]
+    calls = ask(bench, 4)
+    assert [call.began_at for call in calls] == [None] * 4
+    engines.last.begin("3", "1")
+    assert [call.began_at is not None for call in calls] == [False, True, False, True], "in whatever order it takes"
+
+
+def test_a_row_that_the_engine_has_not_begun_with_is_not_slow(bench: Bench, engines: Engines) -> None:
+    engines.by_hand = True
+    spec = submitted(bench.site, texts("a", "slow", "c"), max_row_seconds=0.2)
+    with at_work(bench, spec):
+        engines.last.wait_for(3)
+        engines.last.begin("slow")
+        # It is given up when its time is over; the other two have waited for longer.
+        assert engines.last.wait_until(lambda prompts: prompts == ["a", "c"])
+        engines.last.step()
+    bench.site.control.assemble(spec.id)
+    rows = bench.site.rows(spec.output_url)
+    assert [row["response"] for row in rows] == ["answer to a", None, "answer to c"]
 
 
 def test_a_row_that_an_engine_took_to_its_grave_has_all_its_time_again(bench: Bench, engines: Engines) -> None:
     engines.by_hand = True
     (call,) = ask(bench, 1)
+    engines.last.begin()
     before = call.began_at
     while_down: list[float | None] = []
     engines.on_start = lambda: while_down.append(call.began_at)
@@ -115,17 +130,9 @@ def test_a_row_that_an_engine_took_to_its_grave_has_all_its_time_again(bench: Be
     engines.last.wait_for(1)
     assert before is not None
     assert while_down == [None]
+    engines.last.begin()
     assert call.began_at is not None
     assert call.began_at > before
-
-
-def test_a_row_that_is_given_up_before_it_had_a_seat_takes_none(bench: Bench, engines: Engines) -> None:
-    engines.by_hand = True
-    calls = ask(bench, INFO.max_num_seqs + 1)
-    bench.context.host.abort(calls[-1:])
-    engines.last.step()
-    again = ask(bench, INFO.max_num_seqs)
-    assert all(call.began_at is not None for call in again)
 
 
 # --- identical rows -----------------------------------------------------------------------------------------------
