@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels import gumbel_cpu, linear, reference, torch_attention, torch_moe
+from kernels import gumbel_cpu, int8, linear, reference, torch_attention, torch_moe
 from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, copy_block, kv_bytes_per_token
 from kernels.cpu import attention, extension, glue
+from kernels.cpu import int8 as compiled_int8
 from kernels.linear import Linear
 from kernels.reference import Expert
 
@@ -106,6 +107,7 @@ class Kernels(NamedTuple):
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
     pack_linear: _PackLinear
+    pack_int8_linear: _PackLinear
     gumbel_argmax: _GumbelArgmax
 
 
@@ -124,6 +126,7 @@ _TORCH = Kernels(
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,
     pack_linear=linear.plain_linear,
+    pack_int8_linear=int8.int8_linear,
     gumbel_argmax=reference.gumbel_argmax,
 )
 
@@ -143,6 +146,7 @@ def _of_cpu() -> Kernels:
         write_kv=attention.write_kv,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
+        pack_int8_linear=compiled_int8.int8_linear,
     )
 
 

@@ -63,6 +63,35 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x, `[rows, size]`, as int8 from -127 to 127 and the float32 scale of each row, which its maximum gives.
+
+    A scale is a normal number, so that its reciprocal is finite: a row of zeros stays one. What is not finite in a row
+    makes its scale NaN.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1)
+    scales = (largest / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    values = (wide * scales.reciprocal().unsqueeze(-1)).round_().clamp_(-127, 127)
+    return values.nan_to_num_().to(torch.int8), scales.where(largest.isfinite(), torch.nan)
+
+
+def int8_linear(x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias` in `x.dtype`, of x quantised row by row, and summed up in whole numbers.
+
+    x `[num_tokens, in_features]`; weight `[out_features, in_features]` int8 with a scale for each output, as
+    `quantize_rows` makes them; weight_scales and bias `[out_features]` float32.
+    """
+    values, scales = quantize_rows(x)
+    return scaled_products(values.double() @ weight.double().T, scales, weight_scales, bias).to(x.dtype)
+
+
+def scaled_products(products: Tensor, scales: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what products of quantised numbers stand for, `[num_tokens, out_features]`, in float32."""
+    out = products.float() * scales.unsqueeze(-1) * weight_scales
+    return out if bias is None else out + bias
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first."""
     gate, up = gate_up.chunk(2, dim=-1)

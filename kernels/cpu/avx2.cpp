@@ -13,4 +13,5 @@
 
 #include "attention.h"
 #include "glue.h"
+#include "int8.h"
 #include "kv_blocks.h"

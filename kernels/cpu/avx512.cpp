@@ -8,9 +8,10 @@
 #include <limits>
 #include <memory>
 
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma")
 #define PAGEMILL_ISA avx512
 #define PAGEMILL_AVX512
 #include "attention.h"
 #include "glue.h"
+#include "int8.h"
 #include "kv_blocks.h"

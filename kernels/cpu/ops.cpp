@@ -16,7 +16,8 @@
   OPERATION(write_kv, WriteCall) \
   OPERATION(rms_norm, NormCall) \
   OPERATION(rotary_embedding, RotaryCall) \
-  OPERATION(silu_and_mul, GateCall)
+  OPERATION(silu_and_mul, GateCall) \
+  OPERATION(int8_linear, Int8Call)
 
 #define DECLARE(name, Call) void name(const Call&);
 namespace avx512 {
@@ -46,7 +47,8 @@ const Operations& operations() {
   static const Operations* chosen = [] {
     const char* wanted = std::getenv("PAGEMILL_CPU_ISA");
     bool newest = !wanted || std::string(wanted) != "avx2";
-    if (newest && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
+    if (newest && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+        __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
       return &kAvx512;
     TORCH_CHECK(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), "this processor has no AVX2");
@@ -187,6 +189,31 @@ Tensor silu_and_mul(const Tensor& gate_up) {
   return out;
 }
 
+Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scales, const Tensor& weight_sums,
+                   const std::optional<Tensor>& bias, int64_t out_size) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "rows must be contiguous");
+  TORCH_CHECK(weight.is_contiguous() && weight.dim() == 5, "the weight must be packed");
+  Int8Call call{};
+  call.x = bits(x);
+  call.x_stride = x.stride(0);
+  call.rows = x.size(0);
+  call.in_size = x.size(1);
+  call.in_padded = weight.size(1) * weight.size(4);
+  call.out_size = out_size;
+  Tensor quantized = at::empty({call.rows, call.in_padded}, x.options().dtype(at::kByte));
+  Tensor row_scales = at::empty({call.rows}, x.options().dtype(at::kFloat));
+  Tensor out = at::empty({call.rows, out_size}, x.options());
+  call.quantized = quantized.mutable_data_ptr<uint8_t>();
+  call.row_scales = row_scales.mutable_data_ptr<float>();
+  call.weight = weight.const_data_ptr<int8_t>();
+  call.weight_scales = weight_scales.const_data_ptr<float>();
+  call.weight_sums = weight_sums.const_data_ptr<int32_t>();
+  call.bias = bias ? bias->const_data_ptr<float>() : nullptr;
+  call.out = mutable_bits(out);
+  operations().int8_linear(call);
+  return out;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(pagemill_cpu, library) {
@@ -202,4 +229,8 @@ TORCH_LIBRARY(pagemill_cpu, library) {
               add_rms_norm);
   library.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary_embedding);
   library.def("silu_and_mul(Tensor gate_up) -> Tensor", silu_and_mul);
+  library.def(
+      "int8_linear(Tensor x, Tensor weight, Tensor weight_scales, Tensor weight_sums, Tensor? bias, int out_size) "
+      "-> Tensor",
+      int8_linear);
 }

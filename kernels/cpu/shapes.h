@@ -61,3 +61,17 @@ struct GateCall {
   int64_t num_tokens;
   ptrdiff_t size;
 };
+
+struct Int8Call {
+  const uint16_t* x;  // [rows, in_size] bfloat16, a row every `x_stride`
+  ptrdiff_t x_stride;
+  uint8_t* quantized;          // [rows, in_padded], written
+  float* row_scales;           // [rows], written
+  const int8_t* weight;        // packed, see int8.h
+  const float* weight_scales;  // [out_size] padded to whole panels, as are the next two
+  const int32_t* weight_sums;  // of each output's weights
+  const float* bias;           // or null
+  uint16_t* out;               // [rows, out_size] bfloat16
+  int64_t rows;
+  ptrdiff_t in_size, in_padded, out_size;
+};

@@ -1,0 +1,207 @@
+// Products of 8-bit integers: rows are quantised one by one as they come, weights were when they were packed.
+//
+// weight  [out / 32][in / 4][2][16][4], `out` padded with zeros to whole panels of 32, `in` to 16: what is multiplied
+//         by the same four numbers of a row lies side by side
+//
+// The sums of up to kTileRows rows and 32 outputs stay in registers all along `in`. Sums of integers are exact, so that
+// a row has the same bits whatever shares its batch.
+#pragma once
+
+#include "glue.h"
+#include "shapes.h"
+#include "simd.h"
+
+namespace PAGEMILL_ISA {
+
+constexpr ptrdiff_t kPanel = 32;   // outputs of a tile
+constexpr int64_t kRowBlock = 96;  // rows that one thread takes through a panel, from the second-level cache
+
+#ifdef PAGEMILL_AVX512
+
+constexpr int kTileRows = 12;
+
+// vpdpbusd multiplies unsigned by signed: rows are stored with 128 added, and sums begin with as much less.
+inline __m512i begin(const int32_t* weight_sums) {
+  return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(_mm512_loadu_si512(weight_sums), 7));
+}
+// Of 16 outputs each.
+struct Sums {
+  __m512i first, second;
+  Sums() = default;
+  explicit Sums(const int32_t* weight_sums)
+      : first(begin(weight_sums)), second(begin(weight_sums + 16)) {}
+};
+struct Weights {
+  __m512i first, second;
+  explicit Weights(const int8_t* p) : first(_mm512_loadu_si512(p)), second(_mm512_loadu_si512(p + 64)) {}
+};
+inline void multiply(Sums& sums, const uint8_t* x, const Weights& weights) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  const __m512i all = _mm512_set1_epi32(four);
+  // With the intrinsic, GCC copies each sum to another register and back, and runs out of them.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums.first) : "v"(all), "v"(weights.first));
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums.second) : "v"(all), "v"(weights.second));
+}
+inline Floats first_of(const Sums& sums) { return _mm512_cvtepi32_ps(sums.first); }
+inline Floats second_of(const Sums& sums) { return _mm512_cvtepi32_ps(sums.second); }
+// Sixteen numbers from -127 to 127, rounded to the nearest, halves to even.
+inline void store_quantized(uint8_t* p, Floats x) {
+  const __m128i bytes = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
+  _mm_storeu_si128((__m128i*)p, _mm_xor_si128(bytes, _mm_set1_epi8(int8_t(0x80))));
+}
+
+using Magnitudes = __m512i;
+inline Magnitudes magnitudes(const bf16* p) {
+  return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(0x7fff));
+}
+inline Magnitudes max(Magnitudes a, Magnitudes b) { return _mm512_max_epu16(a, b); }
+inline void store(uint16_t* p, Magnitudes x) { _mm512_storeu_si512(p, x); }
+
+#else  // AVX2
+
+constexpr int kTileRows = 2;
+
+inline __m256i load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+struct Sums {
+  __m256i eight[4];
+  Sums() = default;
+  explicit Sums(const int32_t*) {
+    for (__m256i& sum : eight) sum = _mm256_setzero_si256();
+  }
+};
+struct Weights {
+  const int8_t* bytes;
+  explicit Weights(const int8_t* p) : bytes(p) {}
+};
+inline void multiply(Sums& sums, const uint8_t* x, const Weights& weights) {
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  const __m256i all = _mm256_set1_epi32(four), magnitude = _mm256_abs_epi8(all);
+  for (int i = 0; i < 4; ++i) {
+    // Two products of an unsigned and a signed byte pass 16 bits; those of magnitudes up to 127 do not.
+    const __m256i turned = _mm256_sign_epi8(load_bytes(weights.bytes + 32 * i), all);
+    const __m256i pairs = _mm256_maddubs_epi16(magnitude, turned);
+    sums.eight[i] = _mm256_add_epi32(sums.eight[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+}
+inline Floats first_of(const Sums& sums) {
+  return {_mm256_cvtepi32_ps(sums.eight[0]), _mm256_cvtepi32_ps(sums.eight[1])};
+}
+inline Floats second_of(const Sums& sums) {
+  return {_mm256_cvtepi32_ps(sums.eight[2]), _mm256_cvtepi32_ps(sums.eight[3])};
+}
+inline void store_quantized(uint8_t* p, Floats x) {
+  // The packing works in halves of 128 bits, and interleaves them.
+  __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+  words = _mm256_permute4x64_epi64(words, 0b11011000);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+struct Magnitudes {
+  __m256i low, high;
+};
+inline Magnitudes magnitudes(const bf16* p) {
+  const __m256i mask = _mm256_set1_epi16(0x7fff);
+  return {_mm256_and_si256(load_bytes(p), mask), _mm256_and_si256(load_bytes(p + 16), mask)};
+}
+inline Magnitudes max(Magnitudes a, Magnitudes b) {
+  return {_mm256_max_epu16(a.low, b.low), _mm256_max_epu16(a.high, b.high)};
+}
+inline void store(uint16_t* p, Magnitudes x) {
+  _mm256_storeu_si256((__m256i*)p, x.low);
+  _mm256_storeu_si256((__m256i*)(p + 16), x.high);
+}
+
+#endif
+
+// The bits of a row's largest magnitude. They are in the order of what they stand for, infinities and NaN last.
+inline uint16_t largest_magnitude(const bf16* x, ptrdiff_t size) {
+  const ptrdiff_t whole = size / 32 * 32;
+  bf16 all[32] = {};
+  std::memcpy(all, x + whole, (size - whole) * sizeof(bf16));
+  Magnitudes largest = magnitudes(all);
+  for (ptrdiff_t i = 0; i < whole; i += 32) largest = max(largest, magnitudes(x + i));
+  store(all, largest);
+  return *std::max_element(all, all + 32);
+}
+
+inline float quantize_row(const bf16* x, ptrdiff_t size, uint8_t* out) {
+  const uint32_t bits = uint32_t(largest_magnitude(x, size)) << 16;
+  float largest;
+  std::memcpy(&largest, &bits, sizeof(largest));
+  // What is not finite makes all outputs of its row so.
+  if (!std::isfinite(largest)) return std::numeric_limits<float>::quiet_NaN();
+  // The reciprocal of less than the least normal number would not be finite.
+  const float scale = std::max(largest / 127, std::numeric_limits<float>::min());
+  const Floats inverse = fill(1 / scale);
+  for (ptrdiff_t i = 0; i < size; i += 16) store_quantized(out + i, mul(widen_some(x + i, size - i), inverse));
+  return scale;
+}
+
+template <int rows>
+inline void multiply_tile(const Int8Call& call, int64_t row, ptrdiff_t panel) {
+  const ptrdiff_t column = panel * kPanel, size = call.in_padded;
+  const int8_t* weight = call.weight + column * size;
+  const uint8_t* x = call.quantized + row * size;
+  Sums sums[rows];
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r) sums[r] = Sums(call.weight_sums + column);
+  for (ptrdiff_t i = 0; i < size; i += 4) {
+    const Weights weights(weight + i * kPanel);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) multiply(sums[r], x + r * size + i, weights);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r) {
+    const Floats scale = fill(call.row_scales[row + r]);
+    Floats first = mul(mul(first_of(sums[r]), scale), load(call.weight_scales + column));
+    Floats second = mul(mul(second_of(sums[r]), scale), load(call.weight_scales + column + 16));
+    if (call.bias) {
+      first = add(first, load(call.bias + column));
+      second = add(second, load(call.bias + column + 16));
+    }
+    const ptrdiff_t left = call.out_size - column;
+    bf16* out = call.out + (row + r) * call.out_size + column;
+    store_some(out, first, left);
+    if (left > 16) store_some(out + 16, second, left - 16);
+  }
+}
+
+template <int most>
+inline void multiply_rows(const Int8Call& call, int64_t row, int64_t rows, ptrdiff_t panel) {
+  if constexpr (most > 1) {
+    if (rows < most) return multiply_rows<most - 1>(call, row, rows, panel);
+  }
+  multiply_tile<most>(call, row, panel);
+}
+
+// Where part `index` of `parts` begins: all are of one size, or differ by one.
+inline int64_t begin_of(int64_t index, int64_t parts, int64_t size) { return size * index / parts; }
+
+inline void multiply_block(const Int8Call& call, int64_t first, int64_t rows, ptrdiff_t panel) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t row = begin_of(tile, tiles, rows);
+    multiply_rows<kTileRows>(call, first + row, begin_of(tile + 1, tiles, rows) - row, panel);
+  }
+}
+
+void int8_linear(const Int8Call& call) {
+  const ptrdiff_t panels = (call.out_size + kPanel - 1) / kPanel;
+  const int64_t blocks = (call.rows + kRowBlock - 1) / kRowBlock;
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < call.rows; ++row)
+      call.row_scales[row] =
+          quantize_row(call.x + row * call.x_stride, call.in_size, call.quantized + row * call.in_padded);
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < blocks * panels; ++item) {
+      const int64_t block = item / panels, first = begin_of(block, blocks, call.rows);
+      multiply_block(call, first, begin_of(block + 1, blocks, call.rows) - first, item % panels);
+    }
+  }
+}
+
+}  // namespace PAGEMILL_ISA

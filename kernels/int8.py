@@ -1,0 +1,41 @@
+"""Linear layers in 8-bit integers (W8A8): a scale for each output of a weight, and for each token as it comes.
+
+Weights are quantised when they are packed, from whatever the checkpoint holds, and symmetrically: there is no zero
+point. Activations are quantised row by row, so that a token has the same result whatever shares its batch.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.linear import Linear
+
+
+def int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Return `kernels.reference.int8_linear` of the weight quantised, `[out_features, in_features]`.
+
+    By torch's own product of int8 matrices where that is exact: oneDNN's saturates on processors without VNNI.
+    """
+    values, weight_scales = reference.quantize_rows(weight)
+    wide_bias = None if bias is None else bias.float()
+    # Of a single input feature torch's product is wrong everywhere.
+    exact = weight.shape[1] > 1 and _multiplies_exactly()
+
+    def apply(x: Tensor) -> Tensor:
+        if not exact:
+            return reference.int8_linear(x, values, weight_scales, wide_bias)
+        rows, scales = reference.quantize_rows(x)
+        products = torch._int_mm(rows, values.T)
+        return reference.scaled_products(products, scales, weight_scales, wide_bias).to(x.dtype)
+
+    return apply
+
+
+@cache
+def _multiplies_exactly() -> bool:
+    """Try the largest products that there are, which are where sums of 16 bits overflow."""
+    x = torch.full((32, 64), 127, dtype=torch.int8)
+    products = torch._int_mm(x, x.T), torch._int_mm(x, -x.T)
+    return all(bool((product.abs() == 64 * 127 * 127).all()) for product in products)
