@@ -42,6 +42,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         config.model,
         dtype=dtype,
         device=device,
+        quantize=config.quantize,
         model_impl=config.model_impl,
         trust_remote_code=config.trust_remote_code,
         max_model_len=config.max_model_len,
@@ -62,6 +63,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
     info = EngineInfo(
         model=config.model,
         dtype=str(loaded.config.dtype).removeprefix("torch."),
+        quantize=config.quantize,
         device=str(device),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
@@ -109,6 +111,11 @@ def _device(config: EngineConfig) -> torch.device:
         raise ConfigError(f"device {config.device!r} is not supported.", hint="Take cpu or cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch finds no CUDA device here.")
+    if device.type == "cuda" and config.quantize:
+        raise ConfigError(
+            f"quantize {config.quantize} is for CPUs so far, and the device is {device}.",
+            hint="Leave it out, or take device cpu.",
+        )
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ConfigError("gpu_memory_utilization says nothing on a CPU.", hint="Use kv_cache_memory.")
     return device

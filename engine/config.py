@@ -13,6 +13,7 @@ MAX_LORA_RANK = 256
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
+Quantize = Literal["int8"]
 SchedulingPolicy = Literal["prefix", "fcfs"]
 
 
@@ -29,6 +30,9 @@ class EngineConfig:
             engine's attention; `auto`, the engine's where it knows the family, else Transformers'.
         trust_remote_code: Run Python files that come with a model, for families that Transformers does not know.
         dtype: Of weights, activations and KV cache. `auto`: what suits the model and the device.
+        quantize: `int8`: quantise the linears as the model is loaded, to 8-bit integers with a scale for each output,
+            and what they multiply token by token (W8A8). Embeddings, routers, norms and adapters keep their dtype.
+            For decoders on a CPU. None: as the checkpoint has them.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         max_num_seqs: Row budget: most requests in one step.
         max_num_batched_tokens: Token budget: most tokens in one step, prefill and decode together.
@@ -54,6 +58,7 @@ class EngineConfig:
     model_impl: ModelImpl = "auto"
     trust_remote_code: bool = False
     dtype: Dtype = "auto"
+    quantize: Quantize | None = None
     device: str = "auto"
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -77,6 +82,12 @@ class EngineConfig:
             raise ConfigError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {self.dtype!r}.")
         if self.model_impl not in get_args(ModelImpl):
             raise ConfigError(f"model_impl must be one of {', '.join(get_args(ModelImpl))}, not {self.model_impl!r}.")
+        if self.quantize is not None and self.quantize not in get_args(Quantize):
+            raise ConfigError(f"quantize must be {' or '.join(get_args(Quantize))}, not {self.quantize!r}.")
+        if self.quantize and self.model_impl == "transformers":
+            raise ConfigError(
+                "quantize is for the engine's own code, and model_impl is transformers.", hint="Leave out one of them."
+            )
         if self.scheduling_policy not in get_args(SchedulingPolicy):
             raise ConfigError(
                 f"scheduling_policy must be one of {', '.join(get_args(SchedulingPolicy))}, "

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.config import Quantize
+
 Task = Literal["generate", "embed", "score"]
 
 
@@ -10,8 +12,9 @@ Task = Literal["generate", "embed", "score"]
 class EngineInfo:
     """A loaded engine's settings, as resolved for this model and this machine.
 
-    `dtype` is torch's name: `bfloat16`. An engine without a KV cache has no blocks. `tasks` are what it can be asked.
-    `revision` is the commit of the hub's repository that `model` was resolved to, or None for local files.
+    `dtype` is torch's name: `bfloat16`; `quantize` is what the linears were quantised to. An engine without a KV cache
+    has no blocks. `tasks` are what it can be asked. `revision` is the commit of the hub's repository that `model` was
+    resolved to, or None for local files.
     """
 
     model: str
@@ -25,6 +28,12 @@ class EngineInfo:
     block_size: int
     tasks: tuple[Task, ...] = ("generate",)
     revision: str | None = None
+    quantize: Quantize | None = None
+
+    @property
+    def linear_dtype(self) -> str:
+        """What the linears multiply: `int8` where they are quantised, else `dtype`."""
+        return self.quantize or self.dtype
 
 
 @dataclass(frozen=True, slots=True)

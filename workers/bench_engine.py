@@ -135,7 +135,7 @@ def measure(
         savable_tokens=savable_tokens(workload, config.block_size) if config.enable_prefix_caching else 0,
         flops=workload_flops(model, workload).total if model else None,
         ceilings=ceilings,
-        dtype=llm.info.dtype,
+        dtype=llm.info.linear_dtype,
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from engine.config import ModelImpl
-from engine.errors import ModelNotSupported
+from engine.config import ModelImpl, Quantize
+from engine.errors import ConfigError, ModelNotSupported
 from engine.info import Task
 from engine.loader.assemble import assemble
 from engine.loader.encoder_config import is_encoder
@@ -56,27 +56,30 @@ def load(
     *,
     dtype: torch.dtype | None,
     device: torch.device,
+    quantize: Quantize | None = None,
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
     max_model_len: int | None = None,
 ) -> LoadedModel | LoadedEncoder:
     """Load `demo`, a folder, a .gguf file or a hub id; `dtype` None keeps the checkpoint's own (bfloat16 for GGUF).
 
-    `model_impl` and `trust_remote_code` are those of `EngineConfig`: the latter allows Python files that come with the
-    model to be run; nothing runs them otherwise. `max_model_len`, the longest sequence that will be asked for, settles
-    rotary embeddings that depend on the length; None is the context that the model has without stretching.
-    Raises ModelNotFound, ModelNotSupported or ModelFileInvalid.
+    `quantize`, `model_impl` and `trust_remote_code` are those of `EngineConfig`: the last allows Python files that come
+    with the model to be run; nothing runs them otherwise. `max_model_len`, the longest sequence that will be asked for,
+    settles rotary embeddings that depend on the length; None is the context that the model has without stretching.
+    Raises ModelNotFound, ModelNotSupported or ModelFileInvalid, and ConfigError for an encoder to be quantised.
     """
     path, revision = locate_model(model, with_code=trust_remote_code)
     if path.is_dir() and is_encoder(path) and model_impl != "transformers":
+        if quantize:
+            raise ConfigError(f"quantize is for decoders, and {model} is an encoder.", hint="Leave it out.")
         encoder = load_encoder(path, _folder_tokenizer(path, trust_remote_code), dtype, device)
         return dataclasses.replace(encoder, revision=revision)
     if path.is_dir():
-        loaded = _load_folder(path, dtype, device, model_impl, trust_remote_code, max_model_len)
+        loaded = _load_folder(path, dtype, device, quantize, model_impl, trust_remote_code, max_model_len)
     elif model_impl == "transformers":
         raise ModelNotSupported(f"{path}: GGUF files run by the engine's own code only, not by Transformers'.")
     else:
-        loaded = _load_gguf(path, dtype, device)
+        loaded = _load_gguf(path, dtype, device, quantize)
     return dataclasses.replace(loaded, revision=revision)
 
 
@@ -93,12 +96,13 @@ def _load_folder(
     folder: Path,
     dtype: torch.dtype | None,
     device: torch.device,
+    quantize: Quantize | None,
     model_impl: ModelImpl,
     trust_remote_code: bool,
     max_model_len: int | None,
 ) -> LoadedModel:
     tokenizer = _folder_tokenizer(folder, trust_remote_code)
-    decoder = _folder_decoder(folder, dtype, device, model_impl, trust_remote_code, max_model_len)
+    decoder = _folder_decoder(folder, dtype, device, quantize, model_impl, trust_remote_code, max_model_len)
     return LoadedModel(
         decoder.config,
         decoder,
@@ -113,6 +117,7 @@ def _folder_decoder(
     folder: Path,
     dtype: torch.dtype | None,
     device: torch.device,
+    quantize: Quantize | None,
     model_impl: ModelImpl,
     trust_remote_code: bool,
     max_model_len: int | None,
@@ -124,19 +129,19 @@ def _folder_decoder(
         # A body alone has no head's weights, and nobody asks for its logits: the embedding stands in for them.
         tied = config.tie_word_embeddings or is_headless(folder)
         config = dataclasses.replace(config, dtype=dtype or config.dtype, tie_word_embeddings=tied)
-        return assemble(config, family, BodyTensors(SafetensorsSource(folder)), device)
+        return assemble(config, family, BodyTensors(SafetensorsSource(folder)), device, quantize)
     except ModelNotSupported:
-        if model_impl == "native":
+        if model_impl == "native" or quantize:
             raise
         return load_transformers_model(folder, dtype, device, trust_remote_code=trust_remote_code)
 
 
-def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> LoadedModel:
+def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device, quantize: Quantize | None) -> LoadedModel:
     file = GgufFile(path)
     config, family = read_gguf_config(file)
     config = dataclasses.replace(config, dtype=dtype or config.dtype)
     tokenizer = gguf_tokenizer(file)
-    decoder = assemble(config, family, file, device)
+    decoder = assemble(config, family, file, device, quantize)
     return LoadedModel(config, decoder, tokenizer, gguf_eos_token_ids(file, tokenizer), PoolingDefaults("last"))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor
 
+from engine.config import Quantize
 from engine.errors import ModelNotSupported
 from engine.loader.experts import ExpertReader
 from engine.loader.pages import empty_in_own_pages
@@ -22,8 +23,10 @@ _NAMES_SHOWN = 5
 _DERIVED = (".inv_freq",)
 
 
-def assemble(config: ModelConfig, family: Family, source: TensorSource, device: torch.device) -> Decoder:
-    """Build the decoder in `config.dtype` on `device`.
+def assemble(
+    config: ModelConfig, family: Family, source: TensorSource, device: torch.device, quantize: Quantize | None = None
+) -> Decoder:
+    """Build the decoder in `config.dtype` on `device`, its linears quantised as `EngineConfig.quantize` says.
 
     Raises `ModelFileInvalid` if `source` lacks tensors, or has one of another shape than `config` says, and
     `ModelNotSupported` if a layer has tensors that the decoder would not use.
@@ -32,10 +35,10 @@ def assemble(config: ModelConfig, family: Family, source: TensorSource, device: 
     expected = expected_shapes(config, family, names)
     check_shapes(source, expected)
     _refuse_unused(config, names, source, expected)
-    builder = _Builder(config, family, names, source, device)
+    builder = _Builder(config, family, names, source, device, quantize)
     embedding = builder.tensor(f"{names.embedding}.weight")
     if config.tie_word_embeddings:
-        lm_head = kernels_for(device).pack_linear(embedding, None)
+        lm_head = builder.pack_linear(embedding, None)
     else:
         lm_head = builder.linear([names.lm_head], bias=False)
     weights = DecoderWeights(
@@ -61,13 +64,21 @@ def _refuse_unused(config: ModelConfig, names: WeightNames, source: TensorSource
 
 class _Builder:
     def __init__(
-        self, config: ModelConfig, family: Family, names: WeightNames, source: TensorSource, device: torch.device
+        self,
+        config: ModelConfig,
+        family: Family,
+        names: WeightNames,
+        source: TensorSource,
+        device: torch.device,
+        quantize: Quantize | None,
     ) -> None:
         self._config = config
         self._family = family
         self._names = names
         self._source = source
         self._device = device
+        self._kernels = kernels_for(device)
+        self.pack_linear = self._kernels.pack_int8_linear if quantize else self._kernels.pack_linear
         heads = (config.num_heads, config.num_kv_heads)
         self._permuted = dict(zip(names.qkv, heads, strict=False)) if family.permuted_rope else {}
 
@@ -89,7 +100,7 @@ class _Builder:
     def linear(self, templates: Sequence[str], *, bias: bool, layer: int = 0) -> Linear:
         """Join modules along their outputs into one packed linear."""
         weight = self._fused(templates, "weight", layer)
-        return kernels_for(self._device).pack_linear(weight, self._fused(templates, "bias", layer) if bias else None)
+        return self.pack_linear(weight, self._fused(templates, "bias", layer) if bias else None)
 
     def norm(self, module: str) -> Tensor:
         """Read a norm's weight: in float32 where it is applied so, lest a sum with one lose digits."""
@@ -109,20 +120,24 @@ class _Builder:
             layer,
             gate_up=self.linear(names.gate_up, bias=config.mlp_bias, layer=layer),
             down=self.linear([names.down], bias=config.mlp_bias, layer=layer),
-            activate_and_mul=activate_and_mul(kernels_for(self._device), config.activation),
+            activate_and_mul=activate_and_mul(self._kernels, config.activation),
         )
 
     def _mixture(self, mixture: MixtureConfig, names: ExpertNames, layer: int) -> MixtureOfExperts:
-        kernels, config = kernels_for(self._device), self._config
+        config = self._config
         reader = ExpertReader(self._source, names, bias=mixture.bias, dtype=config.dtype, device=self._device)
-        activate = expert_activation(config, mixture, kernels)
+        activate = expert_activation(config, mixture, self._kernels)
         experts = []
         for expert in range(mixture.num_experts):
             weights = reader.read(layer, expert)
-            gate_up = kernels.pack_linear(weights.gate_up, weights.gate_up_bias)
-            experts.append(GatedExpert(gate_up, kernels.pack_linear(weights.down, weights.down_bias), activate))
-        router = self.linear([names.router], bias=mixture.bias, layer=layer)
-        return MixtureOfExperts(mixture, router, experts, kernels)
+            gate_up = self.pack_linear(weights.gate_up, weights.gate_up_bias)
+            experts.append(GatedExpert(gate_up, self.pack_linear(weights.down, weights.down_bias), activate))
+        return MixtureOfExperts(mixture, self._router(names, layer, bias=mixture.bias), experts, self._kernels)
+
+    def _router(self, names: ExpertNames, layer: int, *, bias: bool) -> Linear:
+        # Never quantised: it is small, and an error in it takes other experts.
+        weight = self._fused([names.router], "weight", layer)
+        return self._kernels.pack_linear(weight, self._fused([names.router], "bias", layer) if bias else None)
 
     def _optional_norm(self, template: str | None, layer: int) -> Tensor | None:
         return None if template is None else self.norm(template.format(layer=layer))

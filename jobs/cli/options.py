@@ -304,6 +304,9 @@ class EngineOptions:
     """How a worker runs its model. The engine checks them; None leaves the choice to it."""
 
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)] = "auto"
+    quantize: Annotated[
+        str | None, typer.Option(help="int8: the linears in 8-bit integers, on a CPU.", rich_help_panel=_ENGINE)
+    ] = None
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_ENGINE)] = "auto"
     max_num_seqs: Annotated[int | None, typer.Option(help="Most rows in one step.", rich_help_panel=_ENGINE)] = None
     max_num_batched_tokens: Annotated[
@@ -328,6 +331,13 @@ class EngineOptions:
         typer.Option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             help="Compute what prompts begin with alike once. Default: yes.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+    scheduling_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="prefix: prompts that begin alike together, long answers early; fcfs: as they come. Default: prefix.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
