@@ -24,8 +24,9 @@ _DEFAULT_PARAMS = SamplingParams()
 _DEFAULT_POOLING = PoolingParams()
 _DEFAULT_SCORING = PoolingParams(task="score")
 _Params: TypeAlias = SamplingParams | PoolingParams
-# Requests in the engine, beyond those that run: enough that a long answer at the head of the order does not drain the
-# batch behind it, few enough that a file of any length needs no more memory than a short one.
+# Requests of an iterator in the engine, beyond those that run: enough that a long answer at the head of the order does
+# not drain the batch behind it, few enough that a file of any length needs no more memory than a short one. Those of a
+# list are in memory anyway, and the engine is told of all at once: it orders them.
 _WINDOW_BATCHES = 4
 
 
@@ -165,18 +166,20 @@ class LLM:
         if isinstance(prompts, str):
             prompts = [prompts]
         if not isinstance(prompts, Sequence):
-            return self._run(prompts, params, lora)
+            return self._run(prompts, params, lora, window=_WINDOW_BATCHES * self._core.info.max_num_seqs)
         if isinstance(params, Sequence) and len(params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} parameters")
         if isinstance(lora, Sequence) and not isinstance(lora, str) and len(lora) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(lora)} adapters")
-        return list(self._run(prompts, params, lora))
+        return list(self._run(prompts, params, lora, window=len(prompts)))
 
     def _run(
         self,
         prompts: Iterable[PoolingPrompt],
         params: _Params | Iterable[_Params],
         lora: str | Iterable[str | None] | None,
+        *,
+        window: int,
     ) -> Iterator[EngineOutput]:
         if isinstance(params, SamplingParams | PoolingParams):
             pairs = zip(prompts, repeat(params), strict=False)
@@ -186,7 +189,6 @@ class LLM:
             questions = zip(pairs, repeat(lora), strict=False)
         else:
             questions = zip(pairs, lora, strict=True)
-        window = _WINDOW_BATCHES * self._core.info.max_num_seqs
         pending: deque[int] = deque()
         try:
             for place in count():

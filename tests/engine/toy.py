@@ -154,6 +154,17 @@ def toy_core(
     )
 
 
-def request(index: int, prompt: Sequence[int], **params) -> Request:
+def request(
+    index: int, prompt: Sequence[int], *, lora: str | None = None, priority: int = 0, group: str = "", **params
+) -> Request:
     sampling = SamplingParams(**{"temperature": 0, "max_tokens": 8, **params})
-    return Request(index, list(prompt), sampling, seed=index, eos_token_ids=frozenset({EOS}))
+    return Request(
+        index,
+        list(prompt),
+        sampling,
+        seed=index,
+        eos_token_ids=frozenset({EOS}),
+        lora=lora,
+        priority=priority,
+        group=group,
+    )
