@@ -49,7 +49,7 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
     except ModelNotSupported:
         return None
     dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    weights = _elements(source) * dtype.itemsize
+    weights = _weight_bytes(config, model, _elements(source), dtype)
     per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
     if gpu_memory is None and config.device != "cpu" and torch.cuda.is_available():
         gpu_memory = torch.cuda.mem_get_info()[1]
@@ -64,6 +64,16 @@ def _headers(path: Path) -> tuple[ModelConfig, TensorSource]:
         return read_hf_config(path)[0], SafetensorsSource(path)
     file = GgufFile(path)
     return read_gguf_config(file)[0], file
+
+
+def _weight_bytes(config: EngineConfig, model: ModelConfig, elements: int, dtype: torch.dtype) -> int:
+    """Of weights once loaded; of quantised ones to a percent or two, which scales and norms are."""
+    if config.quantize is None:
+        return elements * dtype.itemsize
+    embedding = model.vocab_size * model.hidden_size
+    # Where head and embedding are one, the head is a quantised copy of it.
+    linears = elements if model.tie_word_embeddings else elements - embedding
+    return linears + embedding * dtype.itemsize
 
 
 def _elements(source: TensorSource) -> int:

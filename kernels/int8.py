@@ -12,13 +12,26 @@ from torch import Tensor
 from kernels import reference
 from kernels.linear import Linear
 
+# Of a weight that is quantised at a time: the float32 copy of all of a large one would be most of the peak of loading.
+_ROWS_AT_A_TIME = 1024
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `kernels.reference.quantize_rows` of `weight`, computed part by part."""
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    for part, *targets in zip(*(x.split(_ROWS_AT_A_TIME) for x in (weight, values, scales)), strict=True):
+        for target, quantized in zip(targets, reference.quantize_rows(part), strict=True):
+            target.copy_(quantized)
+    return values, scales
+
 
 def int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return `kernels.reference.int8_linear` of the weight quantised, `[out_features, in_features]`.
 
     By torch's own product of int8 matrices where that is exact: oneDNN's saturates on processors without VNNI.
     """
-    values, weight_scales = reference.quantize_rows(weight)
+    values, weight_scales = quantize_weight(weight)
     wide_bias = None if bias is None else bias.float()
     # Of a single input feature torch's product is wrong everywhere.
     exact = weight.shape[1] > 1 and _multiplies_exactly()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels import int8, reference
+from kernels import int8
 from kernels.linear import Linear
 
 _PANEL = 32
@@ -16,7 +16,7 @@ def int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     if weight.dtype != torch.bfloat16:
         return int8.int8_linear(weight, bias)
     out_features = weight.shape[0]
-    values, scales = reference.quantize_rows(weight)
+    values, scales = int8.quantize_weight(weight)
     packed = _packed(values)
     sums = _whole_panels(values.sum(dim=1, dtype=torch.int32))
     padded_scales = _whole_panels(scales)
