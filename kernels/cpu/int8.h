@@ -1,7 +1,7 @@
 // Products of 8-bit integers: rows are quantised one by one as they come, weights were when they were packed.
 //
-// weight  [out / 32][in / 4][2][16][4], `out` padded with zeros to whole panels of 32, `in` to 16: what is multiplied
-//         by the same four numbers of a row lies side by side
+// weight  [out / 32][in / 4][2][16][4], `out` padded with zeros to whole panels of 32, `in` to blocks of 64: what is
+//         multiplied by the same four numbers of a row lies side by side
 //
 // The sums of up to kTileRows rows and 32 outputs stay in registers all along `in`. Sums of integers are exact, so that
 // a row has the same bits whatever shares its batch.
@@ -14,6 +14,7 @@
 namespace PAGEMILL_ISA {
 
 constexpr ptrdiff_t kPanel = 32;   // outputs of a tile
+constexpr ptrdiff_t kBlock = 64;   // numbers that are turned together
 constexpr int64_t kRowBlock = 96;  // rows that one thread takes through a panel, from the second-level cache
 
 #ifdef PAGEMILL_AVX512
@@ -51,12 +52,19 @@ inline void store_quantized(uint8_t* p, Floats x) {
   _mm_storeu_si128((__m128i*)p, _mm_xor_si128(bytes, _mm_set1_epi8(int8_t(0x80))));
 }
 
-using Magnitudes = __m512i;
-inline Magnitudes magnitudes(const bf16* p) {
-  return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi16(0x7fff));
+// Lane i beside lane i ^ distance: their sum in the one where that bit is clear, their difference in the other.
+template <int distance>
+inline Floats turn(Floats x) {
+  const __m512 other = _mm512_permute_ps(x, distance == 2 ? 0b01001110 : 0b10110001);
+  return _mm512_mask_sub_ps(_mm512_add_ps(other, x), distance == 2 ? 0xcccc : 0xaaaa, other, x);
 }
-inline Magnitudes max(Magnitudes a, Magnitudes b) { return _mm512_max_epu16(a, b); }
-inline void store(uint16_t* p, Magnitudes x) { _mm512_storeu_si512(p, x); }
+
+using Magnitudes = __m512i;
+inline Magnitudes no_magnitudes() { return _mm512_setzero_si512(); }
+inline Magnitudes larger(Magnitudes a, Floats x) {
+  return _mm512_max_epu32(a, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)));
+}
+inline uint32_t largest_of(Magnitudes x) { return _mm512_reduce_max_epu32(x); }
 
 #else  // AVX2
 
@@ -98,36 +106,56 @@ inline void store_quantized(uint8_t* p, Floats x) {
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 
-struct Magnitudes {
-  __m256i low, high;
-};
-inline Magnitudes magnitudes(const bf16* p) {
-  const __m256i mask = _mm256_set1_epi16(0x7fff);
-  return {_mm256_and_si256(load_bytes(p), mask), _mm256_and_si256(load_bytes(p + 16), mask)};
+template <int distance>
+inline __m256 turn8(__m256 x) {
+  const __m256 other = _mm256_permute_ps(x, distance == 2 ? 0b01001110 : 0b10110001);
+  constexpr int upper = distance == 2 ? 0b11001100 : 0b10101010;
+  return _mm256_blend_ps(_mm256_add_ps(other, x), _mm256_sub_ps(other, x), upper);
 }
-inline Magnitudes max(Magnitudes a, Magnitudes b) {
-  return {_mm256_max_epu16(a.low, b.low), _mm256_max_epu16(a.high, b.high)};
+template <int distance>
+inline Floats turn(Floats x) {
+  return {turn8<distance>(x.low), turn8<distance>(x.high)};
 }
-inline void store(uint16_t* p, Magnitudes x) {
-  _mm256_storeu_si256((__m256i*)p, x.low);
-  _mm256_storeu_si256((__m256i*)(p + 16), x.high);
+
+using Magnitudes = __m256i;
+inline Magnitudes no_magnitudes() { return _mm256_setzero_si256(); }
+inline Magnitudes larger8(Magnitudes a, __m256 x) {
+  return _mm256_max_epu32(a, _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)));
+}
+inline Magnitudes larger(Magnitudes a, Floats x) { return larger8(larger8(a, x.low), x.high); }
+inline uint32_t largest_of(Magnitudes x) {
+  uint32_t all[8];
+  _mm256_storeu_si256((__m256i*)all, x);
+  return *std::max_element(all, all + 8);
 }
 
 #endif
 
-// The bits of a row's largest magnitude. They are in the order of what they stand for, infinities and NaN last.
-inline uint16_t largest_magnitude(const bf16* x, ptrdiff_t size) {
-  const ptrdiff_t whole = size / 32 * 32;
-  bf16 all[32] = {};
-  std::memcpy(all, x + whole, (size - whole) * sizeof(bf16));
-  Magnitudes largest = magnitudes(all);
-  for (ptrdiff_t i = 0; i < whole; i += 32) largest = max(largest, magnitudes(x + i));
-  store(all, largest);
-  return *std::max_element(all, all + 32);
+// As `turn_blocks` of `kernels.reference`.
+inline Magnitudes turn_block(const bf16* x, float* out, Magnitudes largest) {
+  const Floats a = widen(x), b = widen(x + 16), c = widen(x + 32), d = widen(x + 48);
+  const Floats ac = add(a, c), bd = add(b, d), a_c = sub(a, c), b_d = sub(b, d);
+  const Floats quarters[4] = {add(ac, bd), sub(ac, bd), add(a_c, b_d), sub(a_c, b_d)};
+  for (int i = 0; i < 4; ++i) {
+    const Floats turned = turn<1>(turn<2>(quarters[i]));
+    store(out + 16 * i, turned);
+    largest = larger(largest, turned);
+  }
+  return largest;
 }
 
-inline float quantize_row(const bf16* x, ptrdiff_t size, uint8_t* out) {
-  const uint32_t bits = uint32_t(largest_magnitude(x, size)) << 16;
+// `turned` has room for `padded` numbers.
+inline float quantize_row(const bf16* x, ptrdiff_t size, ptrdiff_t padded, float* turned, uint8_t* out) {
+  Magnitudes magnitudes = no_magnitudes();
+  const ptrdiff_t whole = size / kBlock * kBlock;
+  for (ptrdiff_t i = 0; i < whole; i += kBlock) magnitudes = turn_block(x + i, turned + i, magnitudes);
+  if (whole < size) {
+    bf16 last[kBlock] = {};
+    std::memcpy(last, x + whole, (size - whole) * sizeof(bf16));
+    magnitudes = turn_block(last, turned + whole, magnitudes);
+  }
+  // Bits of magnitudes are in the order of what they stand for, infinities and NaN last.
+  const uint32_t bits = largest_of(magnitudes);
   float largest;
   std::memcpy(&largest, &bits, sizeof(largest));
   // What is not finite makes all outputs of its row so.
@@ -135,7 +163,7 @@ inline float quantize_row(const bf16* x, ptrdiff_t size, uint8_t* out) {
   // The reciprocal of less than the least normal number would not be finite.
   const float scale = std::max(largest / 127, std::numeric_limits<float>::min());
   const Floats inverse = fill(1 / scale);
-  for (ptrdiff_t i = 0; i < size; i += 16) store_quantized(out + i, mul(widen_some(x + i, size - i), inverse));
+  for (ptrdiff_t i = 0; i < padded; i += 16) store_quantized(out + i, mul(load(turned + i), inverse));
   return scale;
 }
 
@@ -192,10 +220,11 @@ void int8_linear(const Int8Call& call) {
   const int64_t blocks = (call.rows + kRowBlock - 1) / kRowBlock;
 #pragma omp parallel
   {
+    const std::unique_ptr<float[]> turned(new float[call.in_padded]);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < call.rows; ++row)
-      call.row_scales[row] =
-          quantize_row(call.x + row * call.x_stride, call.in_size, call.quantized + row * call.in_padded);
+      call.row_scales[row] = quantize_row(call.x + row * call.x_stride, call.in_size, call.in_padded, turned.get(),
+                                          call.quantized + row * call.in_padded);
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < blocks * panels; ++item) {
       const int64_t block = item / panels, first = begin_of(block, blocks, call.rows);

@@ -8,7 +8,6 @@ from kernels import int8
 from kernels.linear import Linear
 
 _PANEL = 32
-_STEP = 16
 
 
 def int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -31,8 +30,7 @@ def int8_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def _packed(values: Tensor) -> Tensor:
     """Lay out `[out_features, in_features]` as `int8.h` reads it: `[out / 32, in / 4, 2, 16, 4]`."""
-    out_features, in_features = values.shape
-    padded = F.pad(values, (0, -in_features % _STEP, 0, -out_features % _PANEL))
+    padded = F.pad(values, (0, 0, 0, -len(values) % _PANEL))
     return padded.view(-1, 2, 16, padded.shape[1] // 4, 4).permute(0, 3, 1, 2, 4).contiguous()
 
 

@@ -33,7 +33,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def defined(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    values, scales = reference.quantize_rows(weight)
+    values, scales = reference.quantize_weight(weight)
     return reference.int8_linear(x, values, scales, None if bias is None else bias.float())
 
 
