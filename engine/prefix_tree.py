@@ -42,8 +42,8 @@ class Leaf(Generic[T]):
 class _Node(Generic[T]):
     """The prompts that agree in the first `depth` blocks of `hashes`.
 
-    `rank` is the lowest of any prompt that was ever below. `heap` has what is directly below, and what was so once, or
-    had another rank: such entries are dropped when they come up.
+    `rank` is the lowest of any prompt below. `heap` has what is directly below, and what was so once, or had another
+    rank: such entries are dropped when they come up.
     """
 
     __slots__ = ("children", "depth", "hashes", "heap", "num_pushed", "parent", "rank", "size")
@@ -130,6 +130,9 @@ class PrefixTree(Generic[T]):
             if not entry.size and entry.depth > parent.depth:
                 del parent.children[entry.hashes[parent.depth]]
             parent.size -= 1
+            if isinstance(entry, _Node) and entry.size and entry.rank == leaf.rank:
+                entry.rank = entry.first().rank
+                parent.push(entry)
             entry = parent
         if not self._root.size:
             self._root.heap.clear()
