@@ -121,6 +121,10 @@ def engine(
     ] = None,
     model: Model = "demo",
     scale: Annotated[float, typer.Option(min=0.001, max=1, help="Measure this share of the rows, for a look.")] = 1.0,
+    peer: Annotated[
+        str | None,
+        typer.Option(help="A Python interpreter that has vLLM or OpenVINO GenAI: how many times its tokens a second."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Tokens a second on five workloads of real text, and what share of this machine's limit that is.
@@ -133,7 +137,7 @@ def engine(
     runs = []
     try:
         config = EngineConfig(model, **engine.given)
-        for run in bench_engine(config, engine.given, workloads or list(Workloads), scale=scale):
+        for run in bench_engine(config, engine.given, workloads or list(Workloads), scale=scale, python=peer):
             stderr.print(f"{run.name}: {run.seconds:,.2f} s")
             runs.append(run)
     except EngineError as error:
@@ -142,7 +146,17 @@ def engine(
 
 
 def _print_engine(runs: "list[EngineRun]") -> None:
-    names = ("rows", "seconds", "new tokens/s", "prompt tokens/s", "TFLOP", "of the ceiling", "floor s", "prefix saved")
+    names = (
+        "rows",
+        "seconds",
+        "new tokens/s",
+        "prompt tokens/s",
+        "TFLOP",
+        "of the ceiling",
+        "floor s",
+        "prefix saved",
+        "× peer",
+    )
     table = Table("", *(Column(name, justify="right") for name in names), box=None)
     for run in runs:
         table.add_row(
@@ -155,13 +169,14 @@ def _print_engine(runs: "list[EngineRun]") -> None:
             "" if run.share is None else f"{run.share:.0%}",
             "" if run.floor_seconds is None else f"{run.floor_seconds:,.2f}",
             "" if run.saved_share is None else f"{run.saved_share:.0%}",
+            "" if run.ratio is None else f"{run.ratio:.2f} {run.peer}",
         )
     stdout.print(table)
     for run in runs:
         measured = run.ceilings
         stdout.print(
             f"Ceilings before {run.name}, GFLOP/s: bf16 {measured.bf16 / 1e9:,.0f}, int8 {measured.int8 / 1e9:,.0f}, "
-            f"fp32 {measured.fp32 / 1e9:,.0f}; the model's products are {run.dtype}"
+            f"fp32 {measured.fp32 / 1e9:,.0f}; the model's products are {run.products}"
         )
 
 

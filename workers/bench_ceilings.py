@@ -19,9 +19,9 @@ class GemmCeilings:
     int8: float
     fp32: float
 
-    def of(self, dtype: str) -> float:
-        """The ceiling of weights in a dtype by torch's name; float16 is multiplied as fast as bfloat16."""
-        return {"int8": self.int8, "float32": self.fp32}.get(dtype, self.bf16)
+    def of(self, products: str) -> float:
+        """The ceiling of products of `int8` or a dtype by torch's name; float16 is multiplied as fast as bfloat16."""
+        return {"int8": self.int8, "float32": self.fp32}.get(products, self.bf16)
 
 
 @dataclass(frozen=True, slots=True)

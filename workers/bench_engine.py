@@ -7,7 +7,8 @@ first use, and a warm-up with other prompts come before.
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from engine.loader import load_tokenizer
 from engine.models.config import ModelConfig
 from workers.bench_ceilings import GemmCeilings, measure_gemm
 from workers.bench_flops import read_model_config, workload_flops
+from workers.bench_peer import ReadyPeer, ready_peer
 from workers.bench_workloads import Encode, TokenIds, Workload, build_workloads
 
 _WARM_UP_SHARE = 1 / 16
@@ -33,7 +35,8 @@ class EngineRun:
         savable_tokens: How many prompt tokens an unlimited prefix cache with blocks of this size would save.
         flops: Operations of the workload with shared prefixes computed once; None where the shape is not known.
         ceilings: Measured just before.
-        dtype: Of the products of the linears: which ceiling is the engine's.
+        products: What the linears multiply, `bfloat16` or `int8`: which ceiling is the engine's.
+        peer, peer_seconds: Another engine's name, and its time for the same token ids; None if it was not asked.
     """
 
     name: str
@@ -46,12 +49,14 @@ class EngineRun:
     savable_tokens: int
     flops: float | None
     ceilings: GemmCeilings
-    dtype: str
+    products: str
+    peer: str = ""
+    peer_seconds: float | None = None
 
     @property
     def floor_seconds(self) -> float | None:
         """How long the workload's products alone take at the ceiling."""
-        ceiling = self.ceilings.of(self.dtype)
+        ceiling = self.ceilings.of(self.products)
         return self.flops / ceiling if self.flops is not None and ceiling else None
 
     @property
@@ -64,8 +69,13 @@ class EngineRun:
         """Prompt tokens that the prefix cache saved, of those that an unlimited one would; None if there are none."""
         return self.cached_tokens / self.savable_tokens if self.savable_tokens else None
 
+    @property
+    def ratio(self) -> float | None:
+        """How many times the peer's tokens a second."""
+        return None if self.peer_seconds is None else self.peer_seconds / self.seconds
+
     def as_dict(self) -> dict[str, Any]:
-        derived = {name: getattr(self, name) for name in ("floor_seconds", "share", "saved_share")}
+        derived = {name: getattr(self, name) for name in ("floor_seconds", "share", "saved_share", "ratio")}
         return {
             **asdict(self),
             **derived,
@@ -75,30 +85,52 @@ class EngineRun:
 
 
 def bench_engine(
-    config: EngineConfig, options: dict[str, Any], names: Sequence[str], *, scale: float = 1.0
+    config: EngineConfig,
+    options: dict[str, Any],
+    names: Sequence[str],
+    *,
+    scale: float = 1.0,
+    python: str | None = None,
 ) -> Iterator[EngineRun]:
     """Measure the workloads of these names one after the other; `options` are those that `config` was made with.
 
+    With `python`, an interpreter that has a peer, that one works on the same rows after the engine, but for W5.
     Raises `ConfigError` for a model without a tokenizer, and what loading the model raises.
     """
     encode = encoder(config)
     workloads = build_workloads(encode, scale=scale)
     warm_ups = build_workloads(encode, scale=scale * _WARM_UP_SHARE, edition=1)
     model = read_model_config(config)
-    llm: LLM | None = None
-    for name in names:
-        workload = workloads[name]
-        if workload.kv_tokens is not None:
-            del llm
+    with ExitStack() as stack:
+        peer = stack.enter_context(ready_peer(python, config.model)) if python else None
+        llm: LLM | None = None
+        for name in names:
+            workload, warm_up = workloads[name], warm_ups[name]
+            if workload.kv_tokens is None:
+                llm = llm or LLM(config.model, **options)
+                run = measure(llm, config, model, workload, warm_up)
+                yield _beside(peer, run, workload, warm_up) if peer else run
+                continue
+            # Two engines at a time would be two models in memory.
             llm = None
-            gc.collect()
-            tight = LLM(config.model, **options, num_kv_blocks=1 - -workload.kv_tokens // config.block_size)
-            yield measure(tight, config, model, workload, warm_ups[name])
-            del tight
-            gc.collect()
-            continue
-        llm = llm or LLM(config.model, **options)
-        yield measure(llm, config, model, workload, warm_ups[name])
+            yield from _in_a_tight_pool(config, options, model, workload, warm_up)
+
+
+def _beside(peer: ReadyPeer, run: EngineRun, workload: Workload, warm_up: Workload) -> EngineRun:
+    seconds = peer.run(workload, warm_up, threads=torch.get_num_threads()).seconds
+    return replace(run, peer=peer.name, peer_seconds=seconds)
+
+
+def _in_a_tight_pool(
+    config: EngineConfig, options: dict[str, Any], model: ModelConfig | None, workload: Workload, warm_up: Workload
+) -> Iterator[EngineRun]:
+    """By the policy of `config`, and in the order of submission if that is another."""
+    num_kv_blocks = 1 - -(workload.kv_tokens or 0) // config.block_size
+    for policy in dict.fromkeys((config.scheduling_policy, "fcfs")):
+        gc.collect()
+        tight = {**options, "num_kv_blocks": num_kv_blocks, "scheduling_policy": policy}
+        run = measure(LLM(config.model, **tight), config, model, workload, warm_up)
+        yield run if policy == config.scheduling_policy else replace(run, title=f"{run.title}, as submitted")
 
 
 def encoder(config: EngineConfig) -> Encode:
@@ -135,7 +167,7 @@ def measure(
         savable_tokens=savable_tokens(workload, config.block_size) if config.enable_prefix_caching else 0,
         flops=workload_flops(model, workload).total if model else None,
         ceilings=ceilings,
-        dtype=llm.info.linear_dtype,
+        products=llm.info.linear_dtype,
     )
 
 

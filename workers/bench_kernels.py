@@ -114,12 +114,16 @@ class _Bench:
 
     def _linear(self, name: str, out_features: int, in_features: int, layers: int | None = None) -> Iterator[KernelRun]:
         weight = self._random(out_features, in_features)
-        packed = [self._kernels.pack_linear(weight.clone(), None) for _ in range(layers or self._config.num_layers)]
-        for rows in _ROWS:
-            x = self._random(rows, in_features)
-            moved = weight.nbytes + x.nbytes + rows * out_features * x.itemsize
-            work = 2.0 * rows * in_features * out_features
-            yield self._run(name, f"M={rows:,}", partial(_walk, cycle(packed), x), work, moved)
+        kinds = [(name, self._kernels.pack_linear, self._gemm.bf16, weight.nbytes)]
+        if self._device.type == "cpu":
+            kinds.append((f"{name} int8", self._kernels.pack_int8_linear, self._gemm.int8, weight.numel()))
+        for kind, pack, ceiling, weight_bytes in kinds:
+            packed = [pack(weight.clone(), None) for _ in range(layers or self._config.num_layers)]
+            for rows in _ROWS:
+                x = self._random(rows, in_features)
+                moved = weight_bytes + x.nbytes + rows * out_features * x.itemsize
+                work = 2.0 * rows * in_features * out_features
+                yield self._run(kind, f"M={rows:,}", partial(_walk, cycle(packed), x), work, moved, ceiling)
 
     def attention(self) -> Iterator[KernelRun]:
         for rows, context in _DECODE:
@@ -169,8 +173,10 @@ class _Bench:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self._device).mul_(0.1).bfloat16()
 
-    def _run(self, name: str, shape: str, call: Callable[[], object], work: float, moved: float) -> KernelRun:
-        by_products, by_memory = work / self._gemm.bf16, moved / self._memory.read
+    def _run(
+        self, name: str, shape: str, call: Callable[[], object], work: float, moved: float, ceiling: float | None = None
+    ) -> KernelRun:
+        by_products, by_memory = work / (ceiling or self._gemm.bf16), moved / self._memory.read
         limit, bound = max((by_products, "products"), (by_memory, "memory"))
         return KernelRun(name, shape, seconds_of(call, _SECONDS_EACH), work, moved, limit, bound)
 

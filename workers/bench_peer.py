@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -56,6 +57,60 @@ def find_peer(python: str) -> Peer | None:
     return next((peer for peer in INSTALLED_AS_PEERS if _has(python, peer.package)), None)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyPeer:
+    """A peer with an interpreter that has it, and the model as it reads it.
+
+    `preload` are shared libraries for it, with colons between.
+    """
+
+    peer: Peer
+    python: str
+    model: Path
+    preload: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.peer.name
+
+    def run(self, workload: Workload, warm_up: Workload, *, threads: int) -> PeerRun:
+        """Load the peer anew, and let it work.
+
+        Raises `ConfigError` with the end of what it printed if it fails, or gives other than the tokens asked for.
+        """
+        request = {
+            "model": str(self.model),
+            "threads": threads,
+            "options": dict(self.peer.options),
+            "rows": _rows(workload),
+            "warm_up": _rows(warm_up),
+        }
+        with (
+            tempfile.TemporaryDirectory(prefix="pagemill-peer-") as folder,
+            as_file(_adapters() / self.peer.adapter) as adapter,
+        ):
+            asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
+            asked.write_text(json.dumps(request), encoding="utf-8")
+            environment = _environment(threads, self.preload)
+            _run(self.python, "main.py", str(adapter), str(asked), str(answered), environment=environment)
+            answer = json.loads(answered.read_text(encoding="utf-8"))
+        return PeerRun(answer["seconds"], answer["token_ids"], answer["versions"])
+
+
+@contextmanager
+def ready_peer(python: str, model: str) -> Iterator[ReadyPeer]:
+    """Find the peer that `python` has, and make the model for it in a folder that goes away in the end.
+
+    Raises `ConfigError` if it has none.
+    """
+    peer = find_peer(python)
+    if peer is None:
+        names = " nor ".join(known.package for known in INSTALLED_AS_PEERS)
+        raise ConfigError(f"{python} can import neither {names}.", hint="Install one of them there.")
+    with tempfile.TemporaryDirectory(prefix="pagemill-peer-") as folder:
+        yield ReadyPeer(peer, python, prepare_model(peer, python, model, Path(folder)))
+
+
 def _has(python: str, package: str) -> bool:
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
     try:
@@ -100,28 +155,6 @@ def _from_gguf(path: Path, target: Path) -> Path:
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
     return target
-
-
-def run_peer(
-    peer: Peer, python: str, model: Path, workload: Workload, warm_up: Workload, *, threads: int, preload: str = ""
-) -> PeerRun:
-    """Load the peer anew and let it work; `preload` are shared libraries for it, with colons between.
-
-    Raises `ConfigError` with the end of what it printed if it fails, or gives other than the tokens asked for.
-    """
-    request = {
-        "model": str(model),
-        "threads": threads,
-        "options": dict(peer.options),
-        "rows": _rows(workload),
-        "warm_up": _rows(warm_up),
-    }
-    with tempfile.TemporaryDirectory(prefix="pagemill-peer-") as folder, as_file(_adapters() / peer.adapter) as adapter:
-        asked, answered = Path(folder) / "request.json", Path(folder) / "answer.json"
-        asked.write_text(json.dumps(request), encoding="utf-8")
-        _run(python, "main.py", str(adapter), str(asked), str(answered), environment=_environment(threads, preload))
-        answer = json.loads(answered.read_text(encoding="utf-8"))
-    return PeerRun(answer["seconds"], answer["token_ids"], answer["versions"])
 
 
 def _rows(workload: Workload) -> list[dict[str, Any]]:
