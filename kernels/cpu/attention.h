@@ -3,8 +3,10 @@
 // A query's keys are taken in tiles of 64 from the beginning of its context, with a running maximum, and in segments of
 // 2048, each summed by itself and then joined in order. Where a tile or segment ends depends on positions alone, and
 // each row has sums of its own: a token's result has the same bits whatever shares its step, however its prompt was cut
-// into chunks, and on however many threads.
+// into chunks, whoever shares the keys that it reads, and on however many threads.
 #pragma once
+
+#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,71 +22,125 @@ namespace PAGEMILL_ISA {
 constexpr int kTile = 64;
 constexpr int kPanels = kTile / 16;
 constexpr int kSegment = 2048;
-constexpr int kRows = 6;  // of a product at a time: with four panels, 24 sums in registers
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.4426950408889634f;
+// A row's maximum is raised only by what exceeds it by so many powers of two: weights of 256 are as good as those of 1.
+constexpr float kSlack = 8;
 
-// What one work item computes in; for one thread.
-struct Scratch {
-  int rows, head_dim;
-  std::unique_ptr<char[]> memory;
-  bf16* query;     // [rows][head_dim]
-  bf16* weights;   // [rows][kTile]
-  float* scores;   // [rows][kTile]
+// What rows have summed so far: weighted values, weights in lanes, and the score, as a power of two, that both are
+// relative to.
+struct RowSums {
   float* out;      // [rows][head_dim]
-  float* sums;     // [rows][16], of the weights, in lanes
+  float* weights;  // [rows][16]
   float* maxima;   // [rows]
-  float* joined;   // [rows][head_dim], of the segments before
-  float* joined_sums;
-  float* joined_maxima;
 
-  Scratch(int rows, int head_dim) : rows(rows), head_dim(head_dim) {
-    size_t r = size_t(rows), d = size_t(head_dim);
-    size_t floats = r * kTile + 2 * r * d + 2 * r * 16 + 2 * ((r + 15) / 16 * 16);
-    size_t bytes = floats * 4 + (r * d + r * kTile) * 2 + 64;
-    memory.reset(new char[bytes]);
-    float* at = (float*)((uintptr_t(memory.get()) + 63) / 64 * 64);
-    scores = at, at += r * kTile;
-    out = at, at += r * d;
-    joined = at, at += r * d;
-    sums = at, at += r * 16;
-    joined_sums = at, at += r * 16;
-    maxima = at, at += (r + 15) / 16 * 16;
-    joined_maxima = at, at += (r + 15) / 16 * 16;
-    query = (bf16*)at;
-    weights = query + r * d;
+  static size_t size(int rows, int head_dim) { return size_t(rows) * (head_dim + 16) + (rows + 15) / 16 * 16; }
+
+  RowSums(float* at, int rows, int head_dim)
+      : out(at), weights(out + size_t(rows) * head_dim), maxima(weights + size_t(rows) * 16) {}
+
+  void clear(int rows, int head_dim) const {
+    std::fill_n(out, size_t(rows) * head_dim, 0.0f);
+    std::fill_n(weights, size_t(rows) * 16, 0.0f);
+    std::fill_n(maxima, rows, kNothing);
   }
 };
 
-// scores[R][64] = query[R][pairs * 2] . keys, whose 16-key panels begin at `panel`, a pair of dimensions every `stride`.
-template <int R>
-inline void multiply_keys(const bf16* query, int head_dim, const bf16* const* panel, ptrdiff_t stride, float* scores) {
-  Floats sums[R][kPanels];
+// What one work item computes in; for one thread.
+struct Scratch {
+  std::unique_ptr<char[]> memory;
+  RowSums segment, joined;
+  float* scores;     // [kRows][kTile]
+  int32_t* position;  // [rows]
+  bf16* weights;     // [kRows][kTile]
+  bf16* query;       // [rows][head_dim]
+
+  Scratch(int rows, int head_dim)
+      : memory(new char[bytes(rows, head_dim)]),
+        segment(aligned(), rows, head_dim),
+        joined(aligned() + RowSums::size(rows, head_dim), rows, head_dim) {
+    scores = aligned() + 2 * RowSums::size(rows, head_dim);
+    position = (int32_t*)(scores + kRows * kTile);
+    weights = (bf16*)(position + (rows + 15) / 16 * 16);
+    query = weights + kRows * kTile;
+  }
+
+  static size_t bytes(int rows, int head_dim) {
+    size_t words = 2 * RowSums::size(rows, head_dim) + kRows * kTile + (rows + 15) / 16 * 16;
+    return words * 4 + (kRows * kTile + size_t(rows) * head_dim) * 2 + 64;
+  }
+  float* aligned() const { return (float*)((uintptr_t(memory.get()) + 63) / 64 * 64); }
+};
+
+// The tile of keys from `first` on, of the `end` keys that there are of a sequence.
+struct Tile {
+  const AttentionCall* call;
+  const int32_t* blocks;
+  int kv_head, first, end;
+
+  int size() const { return std::min(kTile, end - first); }
+
+  // The panels of 16 keys. Those past the end are the first again: they are multiplied, and masked.
+  void key_panels(const bf16** panels) const {
+    for (int n = 0; n < kPanels; ++n) {
+      int key = first + n * 16 < end ? first + n * 16 : first;
+      panels[n] = call->key + block_of(key) + (key % call->block_size) * 2;
+    }
+  }
+  // The values of each run of keys that lie in one block.
+  void value_runs(const bf16** runs) const {
+    int run = std::min(call->block_size, kTile);
+    for (int n = 0; n * run < kTile; ++n) {
+      int key = first + n * run < end ? first + n * run : first;
+      runs[n] = call->value + block_of(key) + ptrdiff_t(key % call->block_size) * call->head_dim;
+    }
+  }
+  ptrdiff_t block_of(int key) const {
+    const ptrdiff_t block = blocks[key / call->block_size];
+    return (block * call->num_kv_heads + kv_head) * call->block_size * call->head_dim;
+  }
+};
+
+// A tile's addresses, and those of the tile after it, which are brought near meanwhile.
+struct Addresses {
+  const bf16 *keys[kPanels], *values[kPanels];
+};
+
+// scores[R][P * 16] = query[R][head_dim] . keys, a pair of dimensions every `stride`.
+template <int R, int P>
+inline void multiply_keys(const bf16* query, int head_dim, const Addresses& tile, const Addresses* next,
+                          ptrdiff_t stride, float* scores) {
+  Floats sums[R][P];
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < kPanels; ++n) sums[r][n] = zeros();
+    for (int n = 0; n < P; ++n) sums[r][n] = zeros();
   for (int pair = 0; pair < head_dim / 2; ++pair) {
-    Pairs keys[kPanels];
-    for (int n = 0; n < kPanels; ++n) keys[n] = load_pairs(panel[n] + pair * stride);
+    if (next)
+      for (int n = 0; n < kPanels; ++n) prefetch(next->keys[n] + pair * stride);
+    Pairs keys[P];
+    for (int n = 0; n < P; ++n) keys[n] = load_pairs(tile.keys[n] + pair * stride);
     for (int r = 0; r < R; ++r) {
       Pairs q = fill_pair(query + r * head_dim + pair * 2);
-      for (int n = 0; n < kPanels; ++n) sums[r][n] = dot(sums[r][n], q, keys[n]);
+      for (int n = 0; n < P; ++n) sums[r][n] = dot(sums[r][n], q, keys[n]);
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < kPanels; ++n) store(scores + r * kTile + n * 16, sums[r][n]);
+    for (int n = 0; n < P; ++n) store(scores + r * kTile + n * 16, sums[r][n]);
 }
 
-// out[R][N * 16] += weights[R][num_keys] . values, whose blocks begin at `block`, a pair of keys every 2 * head_dim.
+// out[R][N * 16] += weights[R][num_keys] . values, from `column` on; a pair of keys every 2 * head_dim.
 template <int R, int N>
-inline void add_values(const bf16* weights, const bf16* const* block, int block_size, int num_keys, int head_dim,
-                       float* out) {
+inline void add_values(const bf16* weights, const Addresses& tile, const Addresses* next, int run, int num_keys,
+                       int head_dim, int column, float* out) {
   Floats sums[R][N];
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * head_dim + n * 16);
-  for (int first = 0; first < num_keys; first += block_size) {
-    const bf16* values = block[first / block_size];
-    int last = std::min(first + block_size, num_keys);
+    for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * head_dim + column + n * 16);
+  for (int first = 0; first < num_keys; first += run) {
+    const bf16* values = tile.values[first / run] + column * 2;
+    ptrdiff_t ahead = next ? next->values[first / run] + column * 2 - values : 0;
+    int last = std::min(first + run, num_keys);
     for (int key = first; key < last; key += 2, values += 2 * head_dim) {
+      if (next)
+        for (int n = 0; n < N; ++n) prefetch(values + ahead + n * 32);
       Pairs v[N];
       for (int n = 0; n < N; ++n) v[n] = load_pairs(values + n * 32);
       for (int r = 0; r < R; ++r) {
@@ -94,196 +150,283 @@ inline void add_values(const bf16* weights, const bf16* const* block, int block_
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) store(out + r * head_dim + n * 16, sums[r][n]);
+    for (int n = 0; n < N; ++n) store(out + r * head_dim + column + n * 16, sums[r][n]);
 }
 
-// One item: some queries of one sequence, with all query heads that share a KV head.
-struct Item {
-  const AttentionCall* call;
-  int kv_head, first_row, num_queries, first_position;
-  const int32_t* blocks;
-
-  int rows() const { return num_queries * call->group; }
-  int position(int row) const { return first_position + row / call->group; }
-
-  const bf16* key_block(int key) const { return call->key + block_of(key); }
-  const bf16* value_block(int key) const { return call->value + block_of(key); }
-  ptrdiff_t block_of(int key) const {
-    return (ptrdiff_t(blocks[key / call->block_size]) * call->num_kv_heads + kv_head) * call->block_size * call->head_dim;
+// The scores of a row's first `panels` panels become weights, relative to its maximum; where that is raised, what was
+// summed is rescaled to it. The row sees the keys of the tile from `first` on and before `last`.
+inline void weigh(const AttentionCall& call, int panels, int first, int last, float* scores, bf16* weights,
+                  const RowSums& sums, int row) {
+  const bool whole = first <= 0 && last >= panels * 16;
+  const float factor = call.softcap > 0 ? 1 : call.scale * kLog2e;
+  Floats highest = fill(kNothing);
+  for (int n = 0; n < panels; ++n) {
+    Floats score = load(scores + n * 16);
+    if (call.softcap > 0) {
+      // tanh(x) = 1 - 2 / (e^2x + 1)
+      Floats x = min(fill(15), max(fill(-15), mul(score, fill(call.scale / call.softcap))));
+      Floats e = exp2(mul(x, fill(2 * kLog2e)));
+      score = mul(sub(fill(1), div(fill(2), add(e, fill(1)))), fill(call.softcap * kLog2e));
+    }
+    if (!whole) score = keep(score, first - n * 16, last - n * 16, fill(kNothing));
+    if (!whole || call.softcap > 0) store(scores + n * 16, score);
+    highest = max(highest, score);
   }
-};
-
-inline void multiply_keys(const Item& item, int first_key, int end, Scratch& s) {
-  const AttentionCall& call = *item.call;
-  const bf16* panel[kPanels];
-  for (int n = 0; n < kPanels; ++n) {
-    // Panels past the end are multiplied with whatever is there, and masked.
-    int key = first_key + n * 16 < end ? first_key + n * 16 : first_key;
-    panel[n] = item.key_block(key) + (key % call.block_size) * 2;
+  float before = sums.maxima[row], top = max_of(highest) * factor;
+  if (!(top <= before + kSlack)) {
+    if (before != kNothing) {
+      float scale = std::exp2(before - top);
+      store(sums.weights + row * 16, mul(load(sums.weights + row * 16), fill(scale)));
+      for (int d = 0; d < call.head_dim; d += 16)
+        store(sums.out + row * call.head_dim + d, mul(load(sums.out + row * call.head_dim + d), fill(scale)));
+    }
+    sums.maxima[row] = before = top;
   }
-  ptrdiff_t stride = call.block_size * 2;
-  int row = 0, rows = item.rows();
-  for (; row + kRows <= rows; row += kRows)
-    multiply_keys<kRows>(s.query + row * call.head_dim, call.head_dim, panel, stride, s.scores + row * kTile);
-  const bf16* query = s.query + row * call.head_dim;
-  float* scores = s.scores + row * kTile;
-  switch (rows - row) {
-    case 1: return multiply_keys<1>(query, call.head_dim, panel, stride, scores);
-    case 2: return multiply_keys<2>(query, call.head_dim, panel, stride, scores);
-    case 3: return multiply_keys<3>(query, call.head_dim, panel, stride, scores);
-    case 4: return multiply_keys<4>(query, call.head_dim, panel, stride, scores);
-    case 5: return multiply_keys<5>(query, call.head_dim, panel, stride, scores);
+  if (before == kNothing) {  // it sees none of these keys, nor of those before
+    std::memset(weights, 0, panels * 16 * sizeof(bf16));
+    return;
   }
+  Floats total = load(sums.weights + row * 16);
+  for (int n = 0; n < panels; ++n) {
+    Floats weight = exp2_of_weight(fma(load(scores + n * 16), fill(factor), fill(-before)));
+    if (!whole) weight = keep(weight, first - n * 16, last - n * 16, zeros());
+    total = add(total, weight);
+    store_weights(weights + n * 16, weight);
+  }
+  store(sums.weights + row * 16, total);
 }
 
 template <int R>
-inline void add_values(const AttentionCall& call, const bf16* const* block, int num_keys, int row, Scratch& s) {
-  const bf16* weights = s.weights + row * kTile;
-  float* out = s.out + row * call.head_dim;
+inline void attend_rows(const Tile& tile, const Addresses& here, const Addresses* next, int row, Scratch& s) {
+  const AttentionCall& call = *tile.call;
+  const int last_key = std::min(s.position[row + R - 1] + 1, tile.end) - tile.first;
+  if (last_key <= 0) return;
+  const int num_keys = std::min(kTile, last_key), panels = (num_keys + 15) / 16;
+  const bf16* query = s.query + size_t(row) * call.head_dim;
+  const ptrdiff_t stride = call.block_size * 2;
+  switch (panels) {
+    case 1: multiply_keys<R, 1>(query, call.head_dim, here, next, stride, s.scores); break;
+    case 2: multiply_keys<R, 2>(query, call.head_dim, here, next, stride, s.scores); break;
+    case 3: multiply_keys<R, 3>(query, call.head_dim, here, next, stride, s.scores); break;
+    case 4: multiply_keys<R, 4>(query, call.head_dim, here, next, stride, s.scores); break;
+  }
+  for (int r = 0; r < R; ++r) {
+    const int position = s.position[row + r];
+    const int first = call.window > 0 ? position - call.window + 1 - tile.first : 0;
+    weigh(call, panels, first, position + 1 - tile.first, s.scores + r * kTile, s.weights + r * kTile, s.segment,
+          row + r);
+  }
+  float* out = s.segment.out + size_t(row) * call.head_dim;
+  const int run = std::min(call.block_size, kTile);
   int column = 0;
-  const bf16* moved[kTile / 16];
-  auto at_column = [&](int column) {
-    for (int b = 0; b * call.block_size < num_keys; ++b) moved[b] = block[b] + column * 2;
-    return moved;
-  };
   for (; column + 64 <= call.head_dim; column += 64)
-    add_values<R, 4>(weights, at_column(column), call.block_size, num_keys, call.head_dim, out + column);
+    add_values<R, 4>(s.weights, here, next, run, num_keys, call.head_dim, column, out);
   for (; column < call.head_dim; column += 16)
-    add_values<R, 1>(weights, at_column(column), call.block_size, num_keys, call.head_dim, out + column);
+    add_values<R, 1>(s.weights, here, next, run, num_keys, call.head_dim, column, out);
 }
 
-inline void add_values(const Item& item, int first_key, int num_keys, Scratch& s) {
-  const AttentionCall& call = *item.call;
-  const bf16* block[kTile / 16];
-  for (int key = 0; key < num_keys; key += std::min(call.block_size, kTile))
-    block[key / std::min(call.block_size, kTile)] =
-        item.value_block(first_key + key) + ptrdiff_t((first_key + key) % call.block_size) * call.head_dim;
-  int row = 0, rows = item.rows();
-  for (; row + kRows <= rows; row += kRows) add_values<kRows>(call, block, num_keys, row, s);
-  switch (rows - row) {
-    case 1: return add_values<1>(call, block, num_keys, row, s);
-    case 2: return add_values<2>(call, block, num_keys, row, s);
-    case 3: return add_values<3>(call, block, num_keys, row, s);
-    case 4: return add_values<4>(call, block, num_keys, row, s);
-    case 5: return add_values<5>(call, block, num_keys, row, s);
+// Some rows of an item, which all belong to the tile's sequence or share its keys, and the tile that comes after.
+inline void attend_tile(const Tile& tile, const Tile* after, int row, int end_row, Scratch& s) {
+  Addresses here, there, *next = nullptr;
+  tile.key_panels(here.keys);
+  tile.value_runs(here.values);
+  if (after) {
+    after->key_panels(there.keys);
+    after->value_runs(there.values);
+    next = &there;
+  }
+  for (; row + kRows <= end_row; row += kRows, next = nullptr) attend_rows<kRows>(tile, here, next, row, s);
+  switch (end_row - row) {
+    case 1: return attend_rows<1>(tile, here, next, row, s);
+    case 2: return attend_rows<2>(tile, here, next, row, s);
+    case 3: return attend_rows<3>(tile, here, next, row, s);
+    case 4: return attend_rows<4>(tile, here, next, row, s);
+    case 5: return attend_rows<5>(tile, here, next, row, s);
   }
 }
 
-// Scores of a tile become weights, relative to the highest score of the row so far; what was summed is rescaled to it.
-inline void weigh(const Item& item, int first_key, Scratch& s) {
+// Some queries of one sequence.
+struct Part {
+  const int32_t* blocks;
+  int first_row, num_queries, first_position;
+
+  int end() const { return first_position + num_queries; }  // of the keys that it reads
+};
+
+// One item: parts whose first `shared_keys` keys lie in the same blocks, and with each query all heads of a KV head.
+struct Item {
+  const AttentionCall* call;
+  int kv_head, first_part, num_parts, shared_keys;
+
+  Item(const AttentionCall& call, int64_t index, int kv_head) : call(&call), kv_head(kv_head) {
+    const int32_t* item = call.items + index * 3;
+    first_part = item[0], num_parts = item[1], shared_keys = item[2];
+  }
+  Part part(int index) const {
+    const int32_t* part = call->parts + ptrdiff_t(first_part + index) * 4;
+    return {call->block_tables + ptrdiff_t(part[0]) * call->max_blocks, part[1], part[2], part[3]};
+  }
+  int first_key() const {
+    return call->window > 0 ? std::max(0, part(0).first_position - call->window + 1) / kTile * kTile : 0;
+  }
+  int end() const {
+    int end = 0;
+    for (int p = 0; p < num_parts; ++p) end = std::max(end, part(p).end());
+    return end;
+  }
+  Tile tile(const Part& part, int first) const { return {call, part.blocks, kv_head, first, part.end()}; }
+
+  // Calls with each row, the token and the head that it stands for.
+  template <typename Function>
+  int for_rows(Function function) const {
+    int row = 0;
+    for (int p = 0; p < num_parts; ++p)
+      for (int q = 0, queries = part(p).num_queries; q < queries; ++q)
+        for (int g = 0; g < call->group; ++g) function(row++, part(p), q, kv_head * call->group + g);
+    return row;
+  }
+};
+
+inline int load_queries(const Item& item, Scratch& s) {
   const AttentionCall& call = *item.call;
-  const float factor = call.softcap > 0 ? call.scale : call.scale * kLog2e;
-  for (int row = 0; row < item.rows(); ++row) {
-    int position = item.position(row);
-    int last = position + 1 - first_key;
-    int first = call.window > 0 ? position - call.window + 1 - first_key : 0;
-    float* scores = s.scores + row * kTile;
-    Floats tile[kPanels], highest = fill(kNothing);
-    for (int n = 0; n < kPanels; ++n) {
-      tile[n] = mul(load(scores + n * 16), fill(factor));
-      if (call.softcap > 0) {
-        // tanh(x) = 1 - 2 / (e^2x + 1)
-        Floats x = min(fill(15), max(fill(-15), mul(tile[n], fill(1 / call.softcap))));
-        Floats e = exp2(mul(x, fill(2 * kLog2e)));
-        Floats tanh = sub(fill(1), div(fill(2), add(e, fill(1))));
-        tile[n] = mul(tanh, fill(call.softcap * kLog2e));
+  return item.for_rows([&](int row, const Part& part, int query, int head) {
+    const bf16* from = call.query + (part.first_row + query) * call.query_stride + ptrdiff_t(head) * call.head_dim;
+    std::memcpy(s.query + size_t(row) * call.head_dim, from, call.head_dim * sizeof(bf16));
+    s.position[row] = part.first_position + query;
+  });
+}
+
+// The keys from `first` on and before `end`, of one segment. `after` is a tile that is wanted next, or null.
+inline void attend_segment(const Item& item, int first, int end, int rows, const Tile* after, Scratch& s) {
+  s.segment.clear(rows, item.call->head_dim);
+  int key = first;
+  for (const int shared_end = std::min(item.shared_keys, end); key < shared_end; key += kTile) {
+    // What comes after the last shared tile is the first part's own.
+    Tile next = item.tile(item.part(0), key + kTile);
+    attend_tile(item.tile(item.part(0), key), next.first < next.end ? &next : nullptr, 0, rows, s);
+  }
+  for (int p = 0, row = 0; p < item.num_parts; ++p) {
+    const Part part = item.part(p);
+    const int part_end = std::min(part.end(), end), end_row = row + part.num_queries * item.call->group;
+    for (int own = key; own < part_end; own += kTile) {
+      Tile next = item.tile(part, own + kTile);
+      const Tile* then = &next;
+      if (next.first >= next.end) {
+        then = after;
+        if (p + 1 < item.num_parts) {
+          next = item.tile(item.part(p + 1), key);
+          then = next.first < next.end ? &next : nullptr;
+        }
       }
-      tile[n] = keep(tile[n], first - n * 16, last - n * 16, fill(kNothing));
-      highest = max(highest, tile[n]);
+      attend_tile(item.tile(part, own), then, row, end_row, s);
     }
-    float before = s.maxima[row], now = std::max(before, max_of(highest));
-    bf16* weights = s.weights + row * kTile;
-    if (now == kNothing) {  // it sees none of these keys, nor of those before
-      std::memset(weights, 0, kTile * sizeof(bf16));
-      continue;
-    }
-    Floats sums = zeros();
-    for (int n = 0; n < kPanels; ++n) {
-      Floats weight = keep(exp2(sub(tile[n], fill(now))), first - n * 16, last - n * 16, zeros());
-      sums = add(sums, weight);
-      store_weights(weights + n * 16, weight);
-    }
-    if (now != before) {
-      float scale = before == kNothing ? 0 : std::exp2(before - now);
-      store(s.sums + row * 16, mul(load(s.sums + row * 16), fill(scale)));
-      for (int d = 0; d < call.head_dim; d += 16)
-        store(s.out + row * call.head_dim + d, mul(load(s.out + row * call.head_dim + d), fill(scale)));
-      s.maxima[row] = now;
-    }
-    store(s.sums + row * 16, add(load(s.sums + row * 16), sums));
+    row = end_row;
   }
 }
 
-inline void begin_segment(int rows, Scratch& s) {
-  std::fill_n(s.out, rows * s.head_dim, 0.0f);
-  std::fill_n(s.sums, rows * 16, 0.0f);
-  std::fill_n(s.maxima, rows, kNothing);
+// Begins a row's sums over segments. A sink is a logit without a value.
+inline void begin(const Item& item, int rows, const RowSums& joined) {
+  joined.clear(rows, item.call->head_dim);
+  if (!item.call->sinks) return;
+  item.for_rows([&](int row, const Part&, int, int head) {
+    joined.maxima[row] = item.call->sinks[head] * kLog2e;
+    joined.weights[row * 16] = 1;
+  });
 }
 
 // Joins a segment to those before it, in place of them.
-inline void join_segment(int rows, Scratch& s) {
+inline void join(int rows, int head_dim, const RowSums& joined, const RowSums& segment) {
   for (int row = 0; row < rows; ++row) {
-    float before = s.joined_maxima[row], now = std::max(before, s.maxima[row]);
+    float before = joined.maxima[row], now = std::max(before, segment.maxima[row]);
     if (now == kNothing) continue;
     float old_scale = before == kNothing ? 0 : std::exp2(before - now);
-    float new_scale = s.maxima[row] == kNothing ? 0 : std::exp2(s.maxima[row] - now);
-    auto join = [&](float* joined, const float* segment, int size) {
+    float new_scale = segment.maxima[row] == kNothing ? 0 : std::exp2(segment.maxima[row] - now);
+    auto add_scaled = [&](float* sum, const float* part, int size) {
       for (int i = 0; i < size; i += 16)
-        store(joined + i, fma(load(segment + i), fill(new_scale), mul(load(joined + i), fill(old_scale))));
+        store(sum + i, fma(load(part + i), fill(new_scale), mul(load(sum + i), fill(old_scale))));
     };
-    join(s.joined + row * s.head_dim, s.out + row * s.head_dim, s.head_dim);
-    join(s.joined_sums + row * 16, s.sums + row * 16, 16);
-    s.joined_maxima[row] = now;
+    add_scaled(joined.out + size_t(row) * head_dim, segment.out + size_t(row) * head_dim, head_dim);
+    add_scaled(joined.weights + row * 16, segment.weights + row * 16, 16);
+    joined.maxima[row] = now;
   }
 }
 
-inline void attend(const Item& item, Scratch& s) {
+inline void store_results(const Item& item, const RowSums& joined) {
   const AttentionCall& call = *item.call;
-  const int rows = item.rows(), head_dim = call.head_dim;
-  for (int row = 0; row < rows; ++row) {
-    ptrdiff_t token = item.first_row + row / call.group, head = item.kv_head * call.group + row % call.group;
-    std::memcpy(s.query + row * head_dim, call.query + token * call.query_stride + head * head_dim,
-                head_dim * sizeof(bf16));
-    // A sink is a logit without a value.
-    s.joined_maxima[row] = call.sinks ? call.sinks[head] * kLog2e : kNothing;
-    std::fill_n(s.joined_sums + row * 16, 16, 0.0f);
-    if (call.sinks) s.joined_sums[row * 16] = 1;
-  }
-  std::fill_n(s.joined, rows * head_dim, 0.0f);
+  item.for_rows([&](int row, const Part& part, int query, int head) {
+    Floats share = fill(1 / sum_of(load(joined.weights + row * 16)));
+    bf16* out = call.out + (ptrdiff_t(part.first_row + query) * call.num_kv_heads * call.group + head) * call.head_dim;
+    for (int d = 0; d < call.head_dim; d += 16)
+      store_narrow(out + d, mul(load(joined.out + size_t(row) * call.head_dim + d), share));
+  });
+}
 
-  const int end = item.position(rows - 1) + 1;
-  int key = call.window > 0 ? std::max(0, item.first_position - call.window + 1) / kTile * kTile : 0;
-  while (key < end) {
+inline void attend(const Item& item, const Item* after, Scratch& s) {
+  const int rows = load_queries(item, s), end = item.end();
+  begin(item, rows, s.joined);
+  for (int key = item.first_key(); key < end;) {
     const int segment_end = std::min(end, (key / kSegment + 1) * kSegment);
-    begin_segment(rows, s);
-    for (; key < segment_end; key += kTile) {
-      multiply_keys(item, key, end, s);
-      weigh(item, key, s);
-      add_values(item, key, std::min(kTile, end - key), s);
-    }
-    join_segment(rows, s);
+    Tile wanted;
+    if (after) wanted = after->tile(after->part(0), after->first_key());
+    attend_segment(item, key, segment_end, rows, after && segment_end == end ? &wanted : nullptr, s);
+    join(rows, item.call->head_dim, s.joined, s.segment);
+    key = segment_end;
   }
-  for (int row = 0; row < rows; ++row) {
-    ptrdiff_t token = item.first_row + row / call.group, head = item.kv_head * call.group + row % call.group;
-    Floats share = fill(1 / sum_of(load(s.joined_sums + row * 16)));
-    bf16* out = call.out + (token * call.num_kv_heads * call.group + head) * head_dim;
-    for (int d = 0; d < head_dim; d += 16) store_narrow(out + d, mul(load(s.joined + row * head_dim + d), share));
+  store_results(item, s.joined);
+}
+
+// Items one by one; a thread takes some neighbours together, whose keys are neighbours in memory.
+inline void attend_items(const AttentionCall& call) {
+  const int64_t work = int64_t(call.num_items) * call.num_kv_heads;
+  const int64_t together = std::clamp<int64_t>(work / (4 * omp_get_max_threads()), 1, call.num_kv_heads);
+#pragma omp parallel
+  {
+    Scratch scratch(call.max_rows, call.head_dim);
+#pragma omp for schedule(dynamic, together)
+    for (int64_t i = 0; i < work; ++i) {
+      Item item(call, i / call.num_kv_heads, int(i % call.num_kv_heads));
+      Item after(call, std::min(i + 1, work - 1) / call.num_kv_heads, int((i + 1) % call.num_kv_heads));
+      attend(item, i + 1 < work ? &after : nullptr, scratch);
+    }
+  }
+}
+
+// For few items of long contexts: their segments one by one, and then joined.
+inline void attend_segments(const AttentionCall& call) {
+  const int64_t items = int64_t(call.num_items) * call.num_kv_heads, work = items * call.num_segments;
+  const size_t size = RowSums::size(call.max_rows, call.head_dim);
+  std::unique_ptr<float[]> partial(new float[size * work]);
+#pragma omp parallel
+  {
+    Scratch s(call.max_rows, call.head_dim);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < work; ++i) {
+      Item item(call, i / call.num_segments / call.num_kv_heads, int(i / call.num_segments % call.num_kv_heads));
+      const int segment = int(i % call.num_segments);
+      const int first = std::max(segment * kSegment, item.first_key());
+      const int end = std::min((segment + 1) * kSegment, item.end());
+      if (first >= end) continue;
+      s.segment = RowSums(partial.get() + size * i, call.max_rows, call.head_dim);
+      attend_segment(item, first, end, load_queries(item, s), nullptr, s);
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < items; ++i) {
+      Item item(call, i / call.num_kv_heads, int(i % call.num_kv_heads));
+      const int rows = item.for_rows([](int, const Part&, int, int) {});
+      begin(item, rows, s.joined);
+      for (int segment = item.first_key() / kSegment; segment * kSegment < item.end(); ++segment)
+        join(rows, call.head_dim, s.joined,
+             RowSums(partial.get() + size * (i * call.num_segments + segment), call.max_rows, call.head_dim));
+      store_results(item, s.joined);
+    }
   }
 }
 
 void paged_attention(const AttentionCall& call) {
-  const int64_t items = int64_t(call.num_tiles) * call.num_kv_heads;
-#pragma omp parallel
-  {
-    Scratch scratch(call.max_rows, call.head_dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < items; ++i) {
-      const int32_t* tile = call.tiles + i / call.num_kv_heads * 4;
-      Item item{&call,   int(i % call.num_kv_heads), tile[1], tile[2], tile[3],
-                call.block_tables + ptrdiff_t(tile[0]) * call.max_blocks};
-      attend(item, scratch);
-    }
-  }
+  if (call.num_segments > 1)
+    attend_segments(call);
+  else
+    attend_items(call);
 }
 
 }  // namespace PAGEMILL_ISA

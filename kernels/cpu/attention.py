@@ -15,17 +15,26 @@ from kernels import reference, torch_attention
 from kernels.cache import AttentionBatch, KVCache, LayerKV
 
 _TILE_KEYS = 64
+_SEGMENT_KEYS = 2048
 _LANES = 16
-# Query rows of a work item, heads that share a KV head among them: their keys, scores and sums stay in a core's cache.
-_ROWS_OF_A_TILE = 48
+# Query rows of a work item, heads that share a KV head among them: what their sums take stays in a core's cache.
+_ROWS_OF_AN_ITEM = 48
+# With fewer, the segments of long contexts are spread over threads.
+_ITEMS_OF_A_THREAD = 4
 
 
 class CompiledPlan(NamedTuple):
-    """Work items for all layers of one window, the longest first."""
+    """Work items for all layers of one window, the longest first.
+
+    A part is some queries of one sequence. An item is one part, or some short ones whose contexts begin in the same
+    blocks: those are read once for all of them.
+    """
 
     block_tables: Tensor  # [num_seqs, max_blocks] int32
-    tiles: Tensor  # [num_tiles, 4] int32: sequence, first row in the flat batch, queries, position of the first
-    max_queries: int
+    items: Tensor  # [num_items, 3] int32: first part, parts, keys that these share
+    parts: Tensor  # [num_parts, 4] int32: sequence, first row in the flat batch, queries, position of the first
+    max_queries: int  # of an item
+    num_segments: int  # of the longest context, where its segments are to be spread over threads; else 1
     window: int  # 0: none
 
 
@@ -42,9 +51,10 @@ def plan_attention(batch: AttentionBatch, kv: KVCache, num_heads: int, window: i
     """Cut a step into work items, from host integers alone, once for all layers of the same `window`."""
     if not _serves(kv.data):
         return torch_attention.plan_attention(batch, kv, num_heads, window)
-    most = max(1, _ROWS_OF_A_TILE * kv.data.shape[3] // num_heads)
+    num_kv_heads = kv.data.shape[3]
+    most = max(1, _ROWS_OF_AN_ITEM * num_kv_heads // num_heads)
     starts = accumulate(batch.query_lens, initial=0)
-    tiles = np.array(
+    parts = np.array(
         [
             (sequence, start + first, min(most, length - first), context - length + first)
             for sequence, (start, length, context) in enumerate(
@@ -54,9 +64,60 @@ def plan_attention(batch: AttentionBatch, kv: KVCache, num_heads: int, window: i
         ],
         dtype=np.int32,
     )
+    tables = batch.block_tables
+    parts, items = _grouped(parts, tables.numpy(), kv.block_size, most) if window is None else (parts, _single(parts))
     # The longest first, so that threads end together.
-    order = np.argsort(-(tiles[:, 2].astype(np.int64) * (tiles[:, 3] + tiles[:, 2])), kind="stable")
-    return CompiledPlan(batch.block_tables, torch.from_numpy(tiles[order]), int(tiles[:, 2].max()), window or 0)
+    costs = np.add.reduceat(parts[:, 2].astype(np.int64) * (parts[:, 3] + parts[:, 2]), items[:, 0])
+    items = items[np.argsort(-costs, kind="stable")]
+    num_segments = -(-max(batch.context_lens) // _SEGMENT_KEYS)
+    if len(items) * num_kv_heads >= _ITEMS_OF_A_THREAD * torch.get_num_threads():
+        num_segments = 1
+    queries = np.add.reduceat(parts[:, 2], np.sort(items[:, 0]))
+    return CompiledPlan(
+        tables, torch.from_numpy(items), torch.from_numpy(parts), int(queries.max()), num_segments, window or 0
+    )
+
+
+def _single(parts: np.ndarray) -> np.ndarray:
+    """Each part as an item."""
+    items = np.zeros((len(parts), 3), dtype=np.int32)
+    items[:, 0] = np.arange(len(parts))
+    items[:, 1] = 1
+    return items
+
+
+def _grouped(parts: np.ndarray, tables: np.ndarray, block_size: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The parts in order of their items, and the items: short parts that begin in the same blocks are one."""
+    first_blocks = tables[parts[:, 0], 0]
+    holders = np.bincount(first_blocks)
+    # A part alone of its kind, or one that fills an item, is an item.
+    shares = (holders[first_blocks] > 1) & (2 * parts[:, 2] <= most)
+    if not shares.any():
+        return parts, _single(parts)
+    alone, together = parts[~shares], parts[shares]
+    # In order of their tables' bytes, those that share most are neighbours.
+    keys = [table.tobytes() for table in tables[together[:, 0]]]
+    together = together[sorted(range(len(keys)), key=keys.__getitem__)]
+    firsts, queries = [0], 0
+    for place, (sequence, _, num_queries, _) in enumerate(together.tolist()):
+        queries += num_queries
+        if queries > most or tables[sequence, 0] != tables[together[firsts[-1], 0], 0]:
+            firsts.append(place)
+            queries = num_queries
+    groups = np.split(together, firsts[1:])
+    shared = [
+        (len(alone) + first, len(group), _shared_keys(group, tables, block_size))
+        for first, group in zip(firsts, groups, strict=True)
+    ]
+    items = np.concatenate([_single(alone), np.array(shared, dtype=np.int32)])
+    return np.concatenate([alone, together]), items
+
+
+def _shared_keys(group: np.ndarray, tables: np.ndarray, block_size: int) -> int:
+    """The keys, in whole tiles, that lie in the same blocks for all parts of a group, and that all of them see."""
+    same = (tables[group[:, 0]] == tables[group[0, 0]]).all(axis=0)
+    num_blocks = len(same) if same.all() else int(same.argmin())
+    return min(num_blocks * block_size, int(group[:, 3].min())) // _TILE_KEYS * _TILE_KEYS
 
 
 def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
@@ -87,8 +148,10 @@ def paged_attention(
         layer.key,
         layer.value,
         plan.block_tables,
-        plan.tiles,
+        plan.items,
+        plan.parts,
         plan.max_queries,
+        plan.num_segments,
         plan.window,
         scale,
         softcap or 0.0,

@@ -76,10 +76,11 @@ ptrdiff_t token_stride(const Tensor& x) {
 std::string instruction_set() { return operations().instruction_set; }
 
 Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_tables,
-                       const Tensor& tiles, int64_t max_queries, int64_t window, double scale, double softcap,
-                       const std::optional<Tensor>& sinks) {
-  TORCH_CHECK(block_tables.scalar_type() == at::kInt && block_tables.is_contiguous(), "block_tables: int32");
-  TORCH_CHECK(tiles.scalar_type() == at::kInt && tiles.is_contiguous() && tiles.size(1) == 4, "tiles: [n, 4] int32");
+                       const Tensor& items, const Tensor& parts, int64_t max_queries, int64_t num_segments,
+                       int64_t window, double scale, double softcap, const std::optional<Tensor>& sinks) {
+  for (const Tensor* table : {&block_tables, &items, &parts})
+    TORCH_CHECK(table->scalar_type() == at::kInt && table->is_contiguous(), "tables must be contiguous int32");
+  TORCH_CHECK(items.size(1) == 3 && parts.size(1) == 4, "items: [n, 3], parts: [n, 4]");
   Tensor out = at::empty(query.sizes(), query.options());
   std::optional<Tensor> wide_sinks;
   if (sinks) wide_sinks = sinks->to(at::kFloat).contiguous();
@@ -90,9 +91,11 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
   call.key = bits(key);
   call.value = bits(value);
   call.block_tables = block_tables.const_data_ptr<int32_t>();
-  call.tiles = tiles.const_data_ptr<int32_t>();
+  call.items = items.const_data_ptr<int32_t>();
+  call.parts = parts.const_data_ptr<int32_t>();
   call.sinks = wide_sinks ? wide_sinks->const_data_ptr<float>() : nullptr;
-  call.num_tiles = int(tiles.size(0));
+  call.num_items = int(items.size(0));
+  call.num_segments = int(num_segments);
   call.max_blocks = int(block_tables.size(1));
   call.num_kv_heads = int(key.size(1));
   call.group = int(query.size(1) / key.size(1));
@@ -219,8 +222,8 @@ Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_s
 TORCH_LIBRARY(pagemill_cpu, library) {
   library.def("instruction_set() -> str", instruction_set);
   library.def(
-      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor block_tables, Tensor tiles, int max_queries, "
-      "int window, float scale, float softcap, Tensor? sinks) -> Tensor",
+      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor block_tables, Tensor items, Tensor parts, "
+      "int max_queries, int num_segments, int window, float scale, float softcap, Tensor? sinks) -> Tensor",
       paged_attention);
   library.def("write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()",
               write_kv);

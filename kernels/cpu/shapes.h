@@ -11,9 +11,12 @@ struct AttentionCall {
   const uint16_t* key;    // one layer's blocks, see attention.h
   const uint16_t* value;
   const int32_t* block_tables;  // [num_sequences, max_blocks]
-  const int32_t* tiles;         // [num_tiles, 4]: sequence, first row, queries, position of the first
+  const int32_t* items;         // [num_items, 3]: first part, parts, keys that these share (a multiple of 64)
+  const int32_t* parts;         // [num_parts, 4]: sequence, first row, queries, position of the first
   const float* sinks;           // [num_heads], or null
-  int num_tiles, max_blocks, max_rows;
+  int num_items, max_blocks;
+  int max_rows;      // of an item: its queries times `group`
+  int num_segments;  // of the longest context, where each is to be an item of its own; else 1
   int num_kv_heads, group, block_size, head_dim;
   int window;  // 0: none
   float scale;

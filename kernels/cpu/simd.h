@@ -13,10 +13,14 @@ namespace PAGEMILL_ISA {
 
 using bf16 = uint16_t;
 
+inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
 #ifdef PAGEMILL_AVX512
 
 using Floats = __m512;
 using Pairs = __m512i;
+
+constexpr int kRows = 6;  // of a product at a time: with four panels, 24 sums in registers
 
 inline Floats zeros() { return _mm512_setzero_ps(); }
 inline Floats fill(float x) { return _mm512_set1_ps(x); }
@@ -58,6 +62,16 @@ inline Floats exp2(Floats x) {
   y = fma(y, part, fill(1.0f));
   return _mm512_scalef_ps(y, whole);
 }
+// 2^x within 2^-17 of it, for x <= 127; of what is below the least number, 0.
+inline Floats exp2_of_weight(Floats x) {
+  Floats part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  Floats y = fill(1.3534168e-2f);
+  y = fma(y, part, fill(5.2011461e-2f));
+  y = fma(y, part, fill(2.4144276e-1f));
+  y = fma(y, part, fill(6.9300384e-1f));
+  y = fma(y, part, fill(1.0000026f));
+  return _mm512_scalef_ps(y, x);
+}
 inline Floats widen(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
@@ -82,6 +96,8 @@ struct Floats {
 struct Pairs {
   __m256i low, high;
 };
+
+constexpr int kRows = 2;
 
 inline Floats zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline Floats fill(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -150,6 +166,7 @@ inline __m256 exp2_8(__m256 x) {
   return _mm256_mul_ps(y, _mm256_castsi256_ps(exponent));
 }
 inline Floats exp2(Floats x) { return {exp2_8(x.low), exp2_8(x.high)}; }
+inline Floats exp2_of_weight(Floats x) { return exp2(x); }
 inline __m256 widen8(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }

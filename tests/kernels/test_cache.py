@@ -85,3 +85,11 @@ def test_between_a_gpu_and_pinned_memory_blocks_are_copied_without_allocating():
 def test_bytes_per_token_are_those_of_the_allocation():
     kv = allocate_kv_cache(3, 6, 4, 2, 8, torch.bfloat16, CPU)
     assert kv.data.nbytes == 6 * 4 * kv_bytes_per_token(3, 2, 8, torch.bfloat16)
+
+
+def test_a_large_cache_begins_at_a_page_and_a_small_one_is_whole() -> None:
+    large = allocate_kv_cache(2, 600, 32, 3, 64, torch.bfloat16, CPU).data
+    assert large.data_ptr() % (2 << 20) == 0
+    assert large.is_contiguous()
+    large.fill_(1)
+    assert allocate_kv_cache(1, 2, 16, 1, 16, torch.bfloat16, CPU).data.shape == (1, 2, 2, 1, 16, 16)
