@@ -50,6 +50,8 @@ class EngineStats:
         generated_tokens: Tokens sampled so far.
         steps: Forward passes so far.
         step_rows: Sequences in all of them together: over `steps`, how many ran in one.
+        tail_steps: Passes in which nobody waited: more sequences could have run, had there been any.
+        tail_step_rows: Sequences in those together.
         preemptions: How often a running sequence gave up its blocks to an older one.
         swaps: How many of the preemptions kept the blocks' contents, in host memory. The others compute them again.
         swapped_blocks_out: Blocks copied to host memory so far.
@@ -68,6 +70,8 @@ class EngineStats:
     generated_tokens: int = 0
     steps: int = 0
     step_rows: int = 0
+    tail_steps: int = 0
+    tail_step_rows: int = 0
     preemptions: int = 0
     swaps: int = 0
     swapped_blocks_out: int = 0

@@ -49,7 +49,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in order of admission: the youngest stands last
         self._requests: dict[int, Request] = {}
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._step_rows = 0
-        self._preemptions = self._swaps = 0
+        self._tail_steps = self._tail_step_rows = self._preemptions = self._swaps = 0
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -230,6 +230,9 @@ class Scheduler:
         sampled, the further continuations are forked off; the sampled tokens are appended, or what was pooled is added,
         which may finish sequences; finished sequences give back their blocks, which stay findable.
         """
+        if not self.num_waiting:
+            self._tail_steps += 1
+            self._tail_step_rows += len(plan.rows)
         sampled = iter(output.sampled)
         finished = []
         for index, row in enumerate(plan.rows):
@@ -345,6 +348,8 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
             steps=self._steps,
             step_rows=self._step_rows,
+            tail_steps=self._tail_steps,
+            tail_step_rows=self._tail_step_rows,
             preemptions=self._preemptions,
             swaps=self._swaps,
             swapped_blocks_out=swap.num_blocks_out,

@@ -47,10 +47,14 @@ class Part(_Frozen):
 
 
 class EngineLoad(_Frozen):
-    """How full the engine was: sequences in a step in the mean, and how many it has seats for."""
+    """How full the engine was: sequences in a step in the mean, and how many it has seats for.
+
+    `tail_idle` is the share of all seats in all steps that stood empty while no sequence waited for one: the tail.
+    """
 
     rows: float
     seats: int
+    tail_idle: float = 0.0
 
 
 class SegmentRecord(_Frozen):

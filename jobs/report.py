@@ -173,6 +173,7 @@ def _mean_load(segments: Sequence[SegmentRecord]) -> EngineLoad | None:
     return EngineLoad(
         rows=sum(load.rows * seconds for load, seconds in weighted) / total,
         seats=max(load.seats for load, _ in weighted),
+        tail_idle=sum(load.tail_idle * seconds for load, seconds in weighted) / total,
     )
 
 

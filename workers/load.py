@@ -21,4 +21,5 @@ def _load(before: EngineStats, after: EngineStats, seats: int) -> EngineLoad | N
     steps, rows = after.steps - before.steps, after.step_rows - before.step_rows
     if steps <= 0 or rows < 0:
         return None
-    return EngineLoad(rows=round(rows / steps, 2), seats=seats)
+    in_tail = (after.tail_steps - before.tail_steps) * seats - (after.tail_step_rows - before.tail_step_rows)
+    return EngineLoad(rows=round(rows / steps, 2), seats=seats, tail_idle=round(in_tail / (steps * seats), 4))

@@ -24,7 +24,7 @@ class EncoderScheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_length = max_length
         self._waiting: dict[int, Request] = {}  # by index, in order of arrival
-        self._prompt_tokens = self._steps = self._step_rows = 0
+        self._prompt_tokens = self._steps = self._step_rows = self._tail_steps = self._tail_step_rows = 0
 
     def add(self, request: Request) -> None:
         """Queue a request that pools.
@@ -87,6 +87,9 @@ class EncoderScheduler:
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Request]:
         """Enter the results of a step, and return its requests, all of which it finished."""
+        if len(plan.rows) == len(self._waiting):
+            self._tail_steps += 1
+            self._tail_step_rows += len(plan.rows)
         finished = []
         for index, row in enumerate(plan.rows):
             request = row.sequence.request
@@ -107,6 +110,8 @@ class EncoderScheduler:
             prompt_tokens=self._prompt_tokens,
             steps=self._steps,
             step_rows=self._step_rows,
+            tail_steps=self._tail_steps,
+            tail_step_rows=self._tail_step_rows,
         )
 
     def check_integrity(self) -> None:

@@ -82,4 +82,5 @@ def _engine(work: Work) -> list[tuple[str, str]]:
     if work.load is None:
         return []
     rows, seats = work.load.rows, work.load.seats
-    return [("engine", f"{rows:,.1f} sequences in a step in the mean, of {seats:,} seats: {rows / seats:.0%} full")]
+    full = f"{rows:,.1f} sequences in a step in the mean, of {seats:,} seats: {rows / seats:.0%} full"
+    return [("engine", f"{full}, and {work.load.tail_idle:.0%} idle with nothing left that waits")]

@@ -286,6 +286,7 @@ def test_stats_say_how_many_sequences_ran_in_a_step():
         core.step()
     stats = core.stats()
     assert (stats.steps, stats.step_rows) == (8, 16), "two and two, each with a step a token"
+    assert (stats.tail_steps, stats.tail_step_rows) == (4, 8), "nobody waits beside the last two"
 
 
 def test_in_order_of_arrival_only_as_many_prompts_are_encoded_as_can_soon_run():

@@ -65,7 +65,7 @@ def test_a_commit_finishes_all_rows_and_keeps_the_others():
     assert all(r.finished and r.pooler.vector(r.num_prompt_tokens) == [1] for r in finished)
     assert indices(scheduler.schedule()) == [3]
     stats = scheduler.stats()
-    assert (stats.waiting, stats.prompt_tokens, stats.steps) == (1, 19, 1)
+    assert (stats.waiting, stats.prompt_tokens, stats.steps, stats.tail_steps) == (1, 19, 1, 0)
     scheduler.check_integrity()
 
 

@@ -47,14 +47,19 @@ def test_how_full_the_engine_was_is_the_mean_over_the_time_of_the_shards(site: S
     for worker, start, end, rows in plan:
         lease = site.lease(spec)
         assert lease is not None
-        load = EngineLoad(rows=rows, seats=256)
+        load = EngineLoad(rows=rows, seats=256, tail_idle=0.2 if rows > 100 else 0.4)
         times = {"worker": worker, "started_at": start, "finished_at": end, "load": load}
         site.ledger.commit(lease, site.segment(lease).model_copy(update=times))
     work = of(site, spec).work
     assert work is not None
-    assert work.load == EngineLoad(rows=175.0, seats=256)
-    assert "175.0 sequences in a step in the mean, of 256 seats: 68% full" in pagemill("report", spec.id).out
-    assert pagemill("report", spec.id, "--json").json["work"]["load"] == {"rows": 175.0, "seats": 256}
+    assert work.load == EngineLoad(rows=175.0, seats=256, tail_idle=0.25)
+    shown = " ".join(pagemill("report", spec.id).out.split())
+    assert "175.0 sequences in a step in the mean, of 256 seats: 68% full, and 25% idle with nothing left" in shown
+    assert pagemill("report", spec.id, "--json").json["work"]["load"] == {
+        "rows": 175.0,
+        "seats": 256,
+        "tail_idle": 0.25,
+    }
 
 
 def test_a_gpu_hour_is_an_hour_of_a_worker_whatever_it_holds_at_once(site: Site) -> None:

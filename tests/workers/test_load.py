@@ -17,6 +17,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[EngineStats]:
     return looks
 
 
+def test_seats_that_are_empty_while_nobody_waits_are_the_tails(bench: Bench, counted: list[EngineStats]) -> None:
+    counted += [EngineStats(steps=10, step_rows=50, tail_steps=1, tail_step_rows=2)]
+    counted += [EngineStats(steps=20, step_rows=100, tail_steps=5, tail_step_rows=18)]
+    load = LoadMeter(bench.context.host).read()
+    assert load is not None
+    assert load.tail_idle == (4 * 8 - 16) / (10 * 8), "four steps of eight seats, half of them empty"
+
+
 def test_the_load_is_the_rows_of_the_steps_between_two_looks(bench: Bench, counted: list[EngineStats]) -> None:
     counted += [EngineStats(steps=10, step_rows=50), EngineStats(steps=14, step_rows=75)]
     assert LoadMeter(bench.context.host).read() == EngineLoad(rows=6.25, seats=INFO.max_num_seqs)
