@@ -3,13 +3,14 @@
 # make soak    break a fleet at random for SECONDS (1800) and check every job; SEED=... repeats one
 # make scale   measure memory, planning and ledger on jobs of MEGABYTES (5000) of records, of OpenAI lines and of Parquet
 # make fuzz    give the planner any bytes for FUZZ_SECONDS (600); what is found lies in build/fuzz
+# make bench-check         is the engine slower than the stored ratios to a product of matrices say? (-update stores anew)
 # make lint    ruff, mypy and the import directions
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-slow soak scale fuzz lint format clean
+.PHONY: demo test test-slow soak scale fuzz bench-check bench-check-update lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -59,6 +60,12 @@ fuzz: $(VENV)/test.installed
 	mkdir -p build/fuzz/corpus
 	$(if $(wildcard /dev/shm),TMPDIR=/dev/shm) $(BIN)/python -m tests.fuzz.planner -max_total_time=$(FUZZ_SECONDS) -timeout=30 -max_len=4096 \
 	    -rss_limit_mb=2500 -artifact_prefix=build/fuzz/ build/fuzz/corpus tests/fuzz/corpus
+
+bench-check: $(VENV)/test.installed
+	$(BIN)/python -m tests.bench.check
+
+bench-check-update: $(VENV)/test.installed
+	$(BIN)/python -m tests.bench.check --update
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
