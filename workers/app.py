@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 _EXIT_STUCK = 70
 _CONTROL_SLOTS = 4
 _USUAL_SHARD_ROWS = 256
+# The engine orders the rows that it has by their prefixes: as a rule all of a shard. The planner limits its tokens, and
+# so the memory that they take.
+_ROWS_TO_ORDER = 1024
 _ENGINE_STOP_S = 1.0
 
 
@@ -143,7 +146,7 @@ def slot_context(
         lease_ttl=settings.lease_ttl,
         kept=KeptAnswers(stores),
         share=FairShare(settings.tenant_weights, settings.priority_patience),
-        window=2 * info.max_num_seqs,
+        window=max(_ROWS_TO_ORDER, 2 * info.max_num_seqs),
         engine_name=_engine_name(info),
         worker_id=worker_id,
     )
