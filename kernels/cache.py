@@ -60,6 +60,11 @@ class KVCache(NamedTuple):
     def layer(self, index: int) -> LayerKV:
         return LayerKV(self.data[index, 0], self.data[index, 1])
 
+    def layers(self) -> list[LayerKV]:
+        """All layers at once, which costs about as much as one of them."""
+        parts = self.data.flatten(0, 1).unbind()
+        return [LayerKV(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+
 
 def allocate_kv_cache(
     num_layers: int,

@@ -25,8 +25,10 @@ _SLACK = 1.001
 _SPARSE = 8
 
 
-def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw a token for each row, as `kernels.reference.gumbel_argmax` defines it; `scores` is not changed."""
+def gumbel_argmax(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token for each row, as `kernels.reference.gumbel_argmax` defines it."""
+    wide = logits.float()
+    scores = (wide - wide.amax(dim=-1, keepdim=True)).div_(temperatures.unsqueeze(1))
     rows = list(zip(scores.numpy(), seeds.tolist(), positions.tolist(), strict=True))
     threads = min(len(rows), torch.get_num_threads())
     drawn = map(_draw, rows) if threads == 1 else _pool(threads).map(_draw, rows, chunksize=1)

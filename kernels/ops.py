@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kernels import gumbel_cpu, int8, linear, reference, torch_attention, torch_moe
 from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, copy_block, kv_bytes_per_token
-from kernels.cpu import attention, extension, glue
+from kernels.cpu import attention, extension, glue, sampling
 from kernels.cpu import int8 as compiled_int8
 from kernels.linear import Linear
-from kernels.reference import Expert
+from kernels.reference import Expert, QueryKeyNorms
 
 __all__ = [
     "AttentionBatch",
@@ -25,6 +25,7 @@ __all__ = [
     "Kernels",
     "LayerKV",
     "Linear",
+    "QueryKeyNorms",
     "allocate_kv_cache",
     "copy_block",
     "kernels_for",
@@ -64,6 +65,17 @@ class _WriteKV(Protocol):
     def __call__(self, key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None: ...
 
 
+class _WriteQkv(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        norms: QueryKeyNorms,
+        rotation: tuple[Tensor, Tensor] | None,
+        layer: LayerKV,
+        slot_mapping: Tensor,
+    ) -> Tensor: ...
+
+
 class _PlanAttention(Protocol):
     def __call__(
         self, batch: AttentionBatch, kv: KVCache, num_heads: int, window: int | None = None
@@ -82,8 +94,12 @@ class _PagedAttention(Protocol):
     ) -> Tensor: ...
 
 
+class _Largest(Protocol):
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 class _GumbelArgmax(Protocol):
-    def __call__(self, scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor: ...
+    def __call__(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor: ...
 
 
 class _PackLinear(Protocol):
@@ -104,10 +120,12 @@ class Kernels(NamedTuple):
     clamped_swiglu: _ClampedSwiglu
     mixture_of_experts: _MixtureOfExperts
     write_kv: _WriteKV
+    write_qkv: _WriteQkv
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
     pack_linear: _PackLinear
     pack_int8_linear: _PackLinear
+    largest: _Largest
     gumbel_argmax: _GumbelArgmax
 
 
@@ -123,10 +141,12 @@ _TORCH = Kernels(
     clamped_swiglu=reference.clamped_swiglu,
     mixture_of_experts=torch_moe.mixture_of_experts,
     write_kv=reference.write_kv,
+    write_qkv=reference.write_qkv,
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,
     pack_linear=linear.plain_linear,
     pack_int8_linear=int8.int8_linear,
+    largest=reference.largest,
     gumbel_argmax=reference.gumbel_argmax,
 )
 
@@ -143,10 +163,15 @@ def _of_cpu() -> Kernels:
         add_rms_norm_float32=glue.add_rms_norm_float32,
         rotary_embedding=glue.rotary_embedding,
         silu_and_mul=glue.silu_and_mul,
+        gelu_and_mul=glue.gelu_and_mul,
+        gelu_tanh_and_mul=glue.gelu_tanh_and_mul,
         write_kv=attention.write_kv,
+        write_qkv=attention.write_qkv,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
         pack_int8_linear=compiled_int8.int8_linear,
+        largest=sampling.largest,
+        gumbel_argmax=sampling.gumbel_argmax,
     )
 
 

@@ -1,6 +1,7 @@
 """Plain torch: the definition of right for every operation. Other implementations are tested against this file."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,6 +174,45 @@ def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -
         cache.view(-1, head_dim).index_copy_(0, rows, new.masked_fill(skipped, 0).flatten(0, 1))
 
 
+class QueryKeyNorms(NamedTuple):
+    """The norms of a layer's queries and keys, each as long as what it spans: `[head_dim]`, or all heads together.
+
+    None where there is no norm. `in_float32` is which of `rms_norm` and `rms_norm_float32` they are.
+    """
+
+    query: Tensor | None
+    key: Tensor | None
+    eps: float
+    in_float32: bool
+
+    def normalise(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Normalise each span as long as `weight` of `[num_tokens, size]`."""
+        if weight is None:
+            return x
+        norm = rms_norm_float32 if self.in_float32 else rms_norm
+        return norm(x.unflatten(1, (-1, len(weight))), weight, self.eps).flatten(1)
+
+
+def write_qkv(
+    qkv: Tensor, norms: QueryKeyNorms, rotation: tuple[Tensor, Tensor] | None, layer: LayerKV, slot_mapping: Tensor
+) -> Tensor:
+    """Store the keys and values of a fused projection at their slots, and return its queries for attention.
+
+    qkv `[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]`: queries, keys, values. Queries, returned as
+    `[num_tokens, num_heads, head_dim]`, and keys are normed and then turned by `rotation`, cosine and sine of
+    `rotary_embedding`; None turns nothing.
+    """
+    num_kv_heads, head_dim = layer.key.shape[1], layer.key.shape[3]
+    kv_size = num_kv_heads * head_dim
+    query, key, value = qkv.split((qkv.shape[1] - 2 * kv_size, kv_size, kv_size), dim=1)
+    query, key = norms.normalise(query, norms.query), norms.normalise(key, norms.key)
+    query, key, value = (x.unflatten(1, (-1, head_dim)) for x in (query, key, value))
+    if rotation is not None:
+        query, key = rotary_embedding(query, key, *rotation)
+    write_kv(key, value, layer, slot_mapping)
+    return query
+
+
 def paged_attention(
     query: Tensor,
     layer: LayerKV,
@@ -279,10 +319,22 @@ def gumbel_of_words(words: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-u))
 
 
-def gumbel_argmax(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw a token for each row, in proportion to `exp(scores)`: `[num_rows]` int64, the argmax of scores plus noise.
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of each row of `[num_rows, vocab_size]`, float32, and its place, int64, of equals the first.
 
-    scores `[num_rows, vocab_size]` float32, -inf for what must not be drawn; of a row without a finite score, any token
-    may be returned. Seeds and positions are those of `gumbel_noise`.
+    Of a row with a NaN or +inf the value is one of both, and the place may be any.
     """
+    values, places = logits.float().max(dim=-1)
+    return values, places
+
+
+def gumbel_argmax(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw a token for each row, in proportion to `exp(logits / temperature)`: `[num_rows]` int64.
+
+    It is the argmax of noise plus scores, which are the logits less their largest, over the temperature, in float32.
+    logits `[num_rows, vocab_size]`, -inf for what must not be drawn; of a row whose largest is not finite, any token
+    may be returned. temperatures `[num_rows]` float32, normal numbers. Seeds and positions: see `gumbel_noise`.
+    """
+    wide = logits.float()
+    scores = (wide - wide.amax(dim=-1, keepdim=True)) / temperatures.unsqueeze(1)
     return (scores + gumbel_noise(seeds, positions, scores.shape[-1])).argmax(dim=-1)

@@ -12,7 +12,7 @@ from engine.models.adapters import Adapters, project
 from engine.models.config import ModelConfig
 from engine.models.mlp import FeedForward
 from engine.models.rope import RotaryEmbedding
-from kernels.ops import AttentionBatch, AttentionPlan, KVCache, Linear, kernels_for
+from kernels.ops import AttentionBatch, AttentionPlan, KVCache, LayerKV, Linear, QueryKeyNorms, kernels_for
 
 _T = TypeVar("_T")
 
@@ -53,7 +53,7 @@ class _Step(NamedTuple):
     plans: list[AttentionPlan]
     rotations: list[tuple[Tensor, Tensor] | None]
     slot_mapping: Tensor
-    kv: KVCache
+    kv: list[LayerKV]
     adapters: Adapters | None
 
 
@@ -69,6 +69,10 @@ class Decoder:
         self._rms_norm = kernels.rms_norm_float32 if config.float32_norms else kernels.rms_norm
         self._add_rms_norm = kernels.add_rms_norm_float32 if config.float32_norms else kernels.add_rms_norm
         self._windows, self._window_of_layer = _distinct(layer.window for layer in config.layers)
+        self._query_key_norms = [
+            QueryKeyNorms(layer.query_norm, layer.key_norm, config.rms_norm_eps, config.float32_norms)
+            for layer in weights.layers
+        ]
         ropes, self._rope_of_layer = _distinct(layer.rope for layer in config.layers)
         self._ropes = [None if rope is None else RotaryEmbedding(rope, device) for rope in ropes]
         # Rounded as Gemma rounds the root of its hidden size.
@@ -100,8 +104,14 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `[num_rows, vocab_size]` float32 logits of final hidden states `[num_rows, hidden_size]`."""
-        logits = self._weights.lm_head(hidden).float()
+        """Return the logits `[num_rows, vocab_size]` of final hidden states `[num_rows, hidden_size]`.
+
+        They are in the model's dtype, or float32 where the model scales or caps them.
+        """
+        logits = self._weights.lm_head(hidden)
+        if self.config.logits_divisor == 1 and self.config.logits_softcap is None:
+            return logits
+        logits = logits.float()
         if self.config.logits_divisor != 1:
             logits = logits / self.config.logits_divisor
         if (softcap := self.config.logits_softcap) is not None:
@@ -112,24 +122,19 @@ class Decoder:
         num_heads = self.config.num_heads
         plans = [self._kernels.plan_attention(batch, kv, num_heads, window) for window in self._windows]
         rotations = [None if rope is None else rope.rotation(positions) for rope in self._ropes]
-        return _Step(plans, rotations, batch.slot_mapping, kv, adapters)
+        return _Step(plans, rotations, batch.slot_mapping, kv.layers(), adapters)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         embedded = F.embedding(token_ids, self._weights.embedding)
         return embedded if self.config.embedding_multiplier == 1 else embedded * self._embedding_multiplier
 
     def _attention(self, index: int, hidden: Tensor, step: _Step) -> Tensor:
-        kernels, config = self._kernels, self.config
-        weights, kv = self._weights.layers[index], step.kv.layer(index)
-        plan, rotation = step.plans[self._window_of_layer[index]], step.rotations[self._rope_of_layer[index]]
-        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        config, kernels = self.config, self._kernels
+        weights, kv = self._weights.layers[index], step.kv[index]
         qkv = project(weights.qkv, hidden, index, "qkv", step.adapters)
-        query, key, value = qkv.split([count * config.head_dim for count in heads], dim=1)
-        query, key = self._span_norm(query, weights.query_norm), self._span_norm(key, weights.key_norm)
-        query, key, value = (x.unflatten(1, (-1, config.head_dim)) for x in (query, key, value))
-        if rotation is not None:
-            query, key = kernels.rotary_embedding(query, key, *rotation)
-        kernels.write_kv(key, value, kv, step.slot_mapping)
+        rotation = step.rotations[self._rope_of_layer[index]]
+        query = kernels.write_qkv(qkv, self._query_key_norms[index], rotation, kv, step.slot_mapping)
+        plan = step.plans[self._window_of_layer[index]]
         attended = kernels.paged_attention(
             query, kv, plan, config.attention_scale, config.attention_softcap, weights.sinks
         )
@@ -149,10 +154,6 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._rms_norm(x, weight, self.config.rms_norm_eps)
-
-    def _span_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Normalise each span as long as `weight` of `[num_tokens, size]`: a head, or the whole."""
-        return x if weight is None else self._norm(x.unflatten(1, (-1, len(weight))), weight).flatten(1)
 
 
 def _distinct(values: Iterable[_T]) -> tuple[list[_T], list[int]]:

@@ -18,7 +18,7 @@ def prompt_logprobs(
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     """By row of the plan: the log-probabilities that the row's request wants, lacks, and now can have.
 
-    `hidden` `[num_tokens, hidden_size]` are the step's final states; `logits` makes `[n, vocab_size]` float32 of n.
+    `hidden` `[num_tokens, hidden_size]` are the step's final states; `logits` makes `[n, vocab_size]` of n.
     """
     places: list[int] = []
     token_ids: list[int] = []
@@ -37,7 +37,7 @@ def prompt_logprobs(
     for start in range(0, len(places), _ROWS_AT_ONCE):
         chunk = slice(start, start + _ROWS_AT_ONCE)
         chosen = hidden[torch.tensor(places[chunk], device=hidden.device)]
-        entries += token_logprobs(torch.log_softmax(logits(chosen), dim=-1), token_ids[chunk], num_top[chunk])
+        entries += token_logprobs(torch.log_softmax(logits(chosen).float(), dim=-1), token_ids[chunk], num_top[chunk])
     remaining = iter(entries)
     return {index: tuple(islice(remaining, length)) for index, length in lengths.items()}
 

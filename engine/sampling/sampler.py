@@ -38,22 +38,26 @@ _TOP_P_CANDIDATES = 1024
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Sampled, ...]:
-    """Choose one token for each row of `logits` `[R, vocab_size]` float32, which is overwritten.
+    """Choose one token for each row of `logits` `[R, vocab_size]`, which may be overwritten.
 
     There is none for a row whose largest logit is NaN or infinite.
     """
     rows_with_logprobs, beams = list(batch.num_logprobs), list(batch.num_candidates)
-    log_probs = torch.log_softmax(logits[rows_with_logprobs], dim=-1) if rows_with_logprobs else None
+    log_probs = torch.log_softmax(logits[rows_with_logprobs].float(), dim=-1) if rows_with_logprobs else None
+    if beams or batch.grammar or batch.edits:
+        logits = logits.float()
     if beams:
         logits[beams] = torch.log_softmax(logits[beams], dim=-1)
     if batch.grammar:
         apply_token_bitmask(logits, batch.grammar.bitmask, batch.grammar.rows)
     if batch.edits:
         apply_edits(logits, batch.edits)
-    best, tokens = logits.max(dim=-1)
+    best, tokens = kernels_for(logits.device).largest(logits)
     random_rows = [row for row, temperature in enumerate(batch.temperature) if temperature > 0]
-    if random_rows:
-        tokens[random_rows] = _sample_random(logits[random_rows] - best[random_rows, None], _select(batch, random_rows))
+    if len(random_rows) == len(batch.temperature):
+        tokens = _sample_random(logits, batch)
+    elif random_rows:
+        tokens[random_rows] = _sample_random(logits[random_rows], _select(batch, random_rows))
     sampled = [
         Sampled(token if math.isfinite(score) else None, all_ruled_out=score == -math.inf)
         for token, score in zip(tokens.tolist(), best.tolist(), strict=True)
@@ -83,28 +87,42 @@ def _attach_candidates(sampled: list[Sampled], scores: Tensor, num_candidates: M
         sampled[row] = sampled[row]._replace(candidates=candidates)
 
 
-def _sample_random(scores: Tensor, batch: SamplingBatch) -> Tensor:
-    """Stages 6 to 10 for rows of logits, each less its largest; returns token ids `[R]`."""
-
-    def on_device(values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=scores.device)
-
-    # With the largest at 0, a temperature near 0 takes all others to -inf, and none to NaN. An infinite one would take
-    # to NaN what is -inf.
+def _sample_random(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Stages 6 to 10 for rows of logits; returns token ids `[R]`."""
     limits = torch.finfo(torch.float32)
-    temperature = on_device(batch.temperature, torch.float32).clamp_(limits.tiny, limits.max)
-    scores /= temperature[:, None]
-    vocab_size = scores.shape[-1]
-    if rows := [row for row, k in enumerate(batch.top_k) if 0 < k < vocab_size]:
-        _keep_from(scores, rows, top_k_floor(scores[rows], on_device([batch.top_k[row] for row in rows], torch.int64)))
+    # An infinite temperature would take to NaN what is -inf.
+    temperatures = _like(logits, batch.temperature, torch.float32).clamp_(limits.tiny, limits.max)
+    vocab_size = logits.shape[-1]
+    restricted = [
+        row
+        for row, (k, p, min_p) in enumerate(zip(batch.top_k, batch.top_p, batch.min_p, strict=True))
+        if 0 < k < vocab_size or p < 1 or min_p > 0
+    ]
+    if restricted:
+        logits = logits.float()
+        logits[restricted] = _restrict(logits[restricted], temperatures[restricted], _select(batch, restricted))
+        temperatures[restricted] = 1
+    seeds, positions = _like(logits, batch.seeds, torch.int64), _like(logits, batch.positions, torch.int64)
+    return kernels_for(logits.device).gumbel_argmax(logits, temperatures, seeds, positions)
+
+
+def _restrict(logits: Tensor, temperatures: Tensor, batch: SamplingBatch) -> Tensor:
+    """Return the logits, each less its row's largest, over the temperature, and -inf where stages 7 to 9 drop it."""
+    # With the largest at 0, a temperature near 0 takes all others to -inf, and none to NaN.
+    scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
+    if rows := [row for row, k in enumerate(batch.top_k) if 0 < k < scores.shape[-1]]:
+        k = _like(scores, [batch.top_k[row] for row in rows], torch.int64)
+        _keep_from(scores, rows, top_k_floor(scores[rows], k))
     if rows := [row for row, p in enumerate(batch.top_p) if p < 1]:
-        _keep_from(
-            scores, rows, top_p_floor(scores[rows], on_device([batch.top_p[row] for row in rows], torch.float32))
-        )
+        p = _like(scores, [batch.top_p[row] for row in rows], torch.float32)
+        _keep_from(scores, rows, top_p_floor(scores[rows], p))
     if rows := [row for row, p in enumerate(batch.min_p) if p > 0]:
-        _keep_from(scores, rows, on_device([batch.min_p[row] for row in rows], torch.float32).log_())
-    seeds, positions = on_device(batch.seeds, torch.int64), on_device(batch.positions, torch.int64)
-    return kernels_for(scores.device).gumbel_argmax(scores, seeds, positions)
+        _keep_from(scores, rows, _like(scores, [batch.min_p[row] for row in rows], torch.float32).log_())
+    return scores
+
+
+def _like(tensor: Tensor, values: list, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=tensor.device)
 
 
 def top_k_floor(scores: Tensor, k: Tensor) -> Tensor:

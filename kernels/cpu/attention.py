@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import reference, torch_attention
 from kernels.cache import AttentionBatch, KVCache, LayerKV
+from kernels.reference import QueryKeyNorms
 
 _TILE_KEYS = 64
 _SEGMENT_KEYS = 2048
@@ -126,6 +127,32 @@ def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -
         torch.ops.pagemill_cpu.write_kv(key, value, layer.key, layer.value, slot_mapping)
     else:
         reference.write_kv(key, value, layer, slot_mapping)
+
+
+def write_qkv(
+    qkv: Tensor,
+    norms: QueryKeyNorms,
+    rotation: tuple[Tensor, Tensor] | None,
+    layer: LayerKV,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """As `kernels.reference.write_qkv`, in one pass over the projection."""
+    if not _serves(layer.key):
+        return reference.write_qkv(qkv, norms, rotation, layer, slot_mapping)
+    cos, sin = rotation or (None, None)
+    query: Tensor = torch.ops.pagemill_cpu.write_qkv(
+        qkv,
+        norms.query,
+        norms.key,
+        norms.eps,
+        not norms.in_float32,
+        cos,
+        sin,
+        layer.key,
+        layer.value,
+        slot_mapping,
+    )
+    return query
 
 
 def paged_attention(

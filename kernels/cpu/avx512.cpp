@@ -15,3 +15,4 @@
 #include "glue.h"
 #include "int8.h"
 #include "kv_blocks.h"
+#include "sampling.h"

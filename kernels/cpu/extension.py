@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("ops.cpp", "avx512.cpp", "avx2.cpp")
-_HEADERS = ("shapes.h", "simd.h", "kv_blocks.h", "attention.h", "glue.h", "int8.h")
+_HEADERS = ("shapes.h", "simd.h", "kv_blocks.h", "attention.h", "glue.h", "int8.h", "sampling.h")
 # Without contraction a sum has the bits that the source says, and those of torch's own operations.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-ffp-contract=off")
 

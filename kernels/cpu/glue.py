@@ -52,3 +52,19 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
         return reference.silu_and_mul(gate_up)
     out: Tensor = torch.ops.pagemill_cpu.silu_and_mul(gate_up)
     return out
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """As `kernels.reference.gelu_and_mul`."""
+    if gate_up.dtype != torch.bfloat16:
+        return reference.gelu_and_mul(gate_up)
+    out: Tensor = torch.ops.pagemill_cpu.gelu_and_mul(gate_up)
+    return out
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """As `kernels.reference.gelu_tanh_and_mul`."""
+    if gate_up.dtype != torch.bfloat16:
+        return reference.gelu_tanh_and_mul(gate_up)
+    out: Tensor = torch.ops.pagemill_cpu.gelu_tanh_and_mul(gate_up)
+    return out

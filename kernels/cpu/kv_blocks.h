@@ -18,37 +18,55 @@ inline void write_key(const bf16* key, bf16* block, int offset, int block_size, 
 }
 
 // `second` is the value of the other key of the pair, or null: then its place becomes zero, since the null of a weight
-// does not silence what a block's former owner left there.
+// does not silence what a block's former owner left there. A pair's two numbers are written as one word of 32 bits.
 inline void write_values(const bf16* first, const bf16* second, bf16* pair, int head_dim) {
-  for (int d = 0; d < head_dim; ++d) {
-    pair[d * 2] = first[d];
-    pair[d * 2 + 1] = second ? second[d] : 0;
+  uint32_t* words = (uint32_t*)pair;
+  if (second)
+    for (int d = 0; d < head_dim; ++d) words[d] = first[d] | uint32_t(second[d]) << 16;
+  else
+    for (int d = 0; d < head_dim; ++d) words[d] = first[d];
+}
+
+inline void write_second_values(const bf16* second, bf16* pair, int head_dim) {
+  uint32_t* words = (uint32_t*)pair;
+  for (int d = 0; d < head_dim; ++d) words[d] = (words[d] & 0xffff) | uint32_t(second[d]) << 16;
+}
+
+// One token's `key` [num_kv_heads * head_dim], and its value from where the call has it.
+inline void write_token(const WriteCall& call, int64_t token, const bf16* key) {
+  const int64_t slot = call.slots[token];
+  if (slot < 0) return;
+  const ptrdiff_t block = slot / call.block_size, offset = slot % call.block_size;
+  const bool odd = offset % 2, after_partner = odd && token > 0 && call.slots[token - 1] == slot - 1;
+  const bool before_partner = !odd && token + 1 < call.num_tokens && call.slots[token + 1] == slot + 1;
+  for (int head = 0; head < call.num_kv_heads; ++head) {
+    const bf16* value = call.value + token * call.value_stride + head * call.head_dim;
+    const ptrdiff_t base = (block * call.num_kv_heads + head) * call.block_size * call.head_dim;
+    write_key(key + head * call.head_dim, call.key_cache + base, int(offset), call.block_size, call.head_dim);
+    bf16* pair = call.value_cache + base + offset / 2 * 2 * call.head_dim;
+    // A pair has one writer, so that no two threads touch the same word.
+    if (after_partner) continue;
+    if (odd)
+      write_second_values(value, pair, call.head_dim);
+    else
+      write_values(value, before_partner ? value + call.value_stride : nullptr, pair, call.head_dim);
   }
 }
 
+// Lets the lines that a token's key is scattered over come while something else is computed.
+inline void prefetch_token(const WriteCall& call, int64_t token) {
+  const int64_t slot = call.slots[token];
+  if (slot < 0) return;
+  const ptrdiff_t block = slot / call.block_size, offset = slot % call.block_size;
+  const bf16* key = call.key_cache + block * call.num_kv_heads * call.block_size * call.head_dim + offset * 2;
+  for (int pair = 0; pair < call.num_kv_heads * call.head_dim / 2; ++pair)
+    __builtin_prefetch(key + ptrdiff_t(pair) * call.block_size * 2, 1);
+}
+
 void write_kv(const WriteCall& call) {
-  const ptrdiff_t block_elements = ptrdiff_t(call.block_size) * call.head_dim;
 #pragma omp parallel for schedule(static)
-  for (int64_t token = 0; token < call.num_tokens; ++token) {
-    const int64_t slot = call.slots[token];
-    if (slot < 0) continue;
-    const ptrdiff_t block = slot / call.block_size, offset = slot % call.block_size;
-    const bool odd = offset % 2, after_partner = odd && token > 0 && call.slots[token - 1] == slot - 1;
-    const bool before_partner = !odd && token + 1 < call.num_tokens && call.slots[token + 1] == slot + 1;
-    for (int head = 0; head < call.num_kv_heads; ++head) {
-      const bf16* value = call.value + token * call.value_stride + head * call.head_dim;
-      const ptrdiff_t base = (block * call.num_kv_heads + head) * block_elements;
-      write_key(call.key + token * call.key_stride + head * call.head_dim, call.key_cache + base, int(offset),
-                call.block_size, call.head_dim);
-      bf16* pair = call.value_cache + base + offset / 2 * 2 * call.head_dim;
-      // A pair has one writer, so that no two threads touch the same word.
-      if (after_partner) continue;
-      if (odd)
-        for (int d = 0; d < call.head_dim; ++d) pair[d * 2 + 1] = value[d];
-      else
-        write_values(value, before_partner ? value + call.value_stride : nullptr, pair, call.head_dim);
-    }
-  }
+  for (int64_t token = 0; token < call.num_tokens; ++token)
+    write_token(call, token, call.key + token * call.key_stride);
 }
 
 }  // namespace PAGEMILL_ISA

@@ -16,7 +16,10 @@
   OPERATION(write_kv, WriteCall) \
   OPERATION(rms_norm, NormCall) \
   OPERATION(rotary_embedding, RotaryCall) \
-  OPERATION(silu_and_mul, GateCall) \
+  OPERATION(write_qkv, QkvCall) \
+  OPERATION(activate_and_mul, GateCall) \
+  OPERATION(largest, LargestCall) \
+  OPERATION(gumbel_argmax, GumbelCall) \
   OPERATION(int8_linear, Int8Call)
 
 #define DECLARE(name, Call) void name(const Call&);
@@ -109,13 +112,8 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
   return out;
 }
 
-void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
-              const Tensor& slots) {
+WriteCall write_call(const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots) {
   WriteCall call{};
-  call.key = bits(key);
-  call.value = bits(value);
-  call.key_stride = token_stride(key);
-  call.value_stride = token_stride(value);
   call.slots = slots.const_data_ptr<int64_t>();
   call.key_cache = mutable_bits(key_cache);
   call.value_cache = mutable_bits(value_cache);
@@ -123,24 +121,40 @@ void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, c
   call.num_kv_heads = int(key_cache.size(1));
   call.block_size = int(key_cache.size(2));
   call.head_dim = int(key_cache.size(3));
+  return call;
+}
+
+void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
+              const Tensor& slots) {
+  WriteCall call = write_call(key_cache, value_cache, slots);
+  call.key = bits(key);
+  call.value = bits(value);
+  call.key_stride = token_stride(key);
+  call.value_stride = token_stride(value);
   operations().write_kv(call);
 }
 
-// Rows of the last dimension; all others are one.
-NormCall norm_call(const Tensor& x, const Tensor& weight, double eps, bool rounds_first, const Tensor& out) {
+NormCall norm_of(const Tensor& weight, double eps, bool rounds_first) {
   TORCH_CHECK(weight.is_contiguous(), "the weight must be contiguous");
   NormCall call{};
-  call.x = bits(x);
-  call.size = x.size(-1);
-  call.rows = x.numel() / call.size;
-  call.x_stride = call.size;
+  call.size = weight.numel();
   if (weight.scalar_type() == at::kFloat)
     call.wide_weight = weight.const_data_ptr<float>();
   else
     call.weight = bits(weight);
-  call.out = mutable_bits(out);
   call.eps = float(eps);
   call.rounds_first = rounds_first;
+  return call;
+}
+
+// Rows of the last dimension; all others are one.
+NormCall norm_call(const Tensor& x, const Tensor& weight, double eps, bool rounds_first, const Tensor& out) {
+  NormCall call = norm_of(weight, eps, rounds_first);
+  TORCH_CHECK(x.size(-1) == call.size, "the weight is as long as a row");
+  call.x = bits(x);
+  call.rows = x.numel() / call.size;
+  call.x_stride = call.size;
+  call.out = mutable_bits(out);
   return call;
 }
 
@@ -180,15 +194,44 @@ Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return out;
 }
 
-Tensor silu_and_mul(const Tensor& gate_up) {
+Tensor write_qkv(const Tensor& qkv, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
+                 double eps, bool rounds_first, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                 const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots) {
+  TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(0) == slots.numel(), "qkv: a row for each slot");
+  QkvCall call{};
+  call.write = write_call(key_cache, value_cache, slots);
+  const int64_t head_dim = call.write.head_dim, key_size = call.write.num_kv_heads * head_dim;
+  const int64_t query_size = qkv.size(1) - 2 * key_size;
+  TORCH_CHECK(query_size > 0 && query_size % head_dim == 0, "qkv: heads of the cache's size");
+  call.qkv = bits(qkv);
+  call.stride = qkv.stride(0);
+  call.num_heads = int(query_size / head_dim);
+  call.write.value = call.qkv + query_size + key_size;
+  call.write.value_stride = call.stride;
+  if (query_norm) call.query_norm = norm_of(*query_norm, eps, rounds_first);
+  if (key_norm) call.key_norm = norm_of(*key_norm, eps, rounds_first);
+  if (cos && sin) {
+    TORCH_CHECK(cos->is_contiguous() && sin->is_contiguous(), "cos and sin must be contiguous");
+    call.cos = cos->const_data_ptr<float>();
+    call.sin = sin->const_data_ptr<float>();
+    call.half = int(cos->size(1));
+  }
+  Tensor query = at::empty({qkv.size(0), call.num_heads, head_dim}, qkv.options());
+  call.query = mutable_bits(query);
+  operations().write_qkv(call);
+  return query;
+}
+
+Tensor activate_and_mul(const Tensor& gate_up, Activation activation) {
   TORCH_CHECK(gate_up.is_contiguous(), "rows must be contiguous");
   GateCall call{};
+  call.activation = activation;
   call.num_tokens = gate_up.size(0);
   call.size = gate_up.size(1) / 2;
   Tensor out = at::empty({call.num_tokens, call.size}, gate_up.options());
   call.gate_up = bits(gate_up);
   call.out = mutable_bits(out);
-  operations().silu_and_mul(call);
+  operations().activate_and_mul(call);
   return out;
 }
 
@@ -217,6 +260,40 @@ Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_s
   return out;
 }
 
+Tensor silu_and_mul(const Tensor& gate_up) { return activate_and_mul(gate_up, Activation::silu); }
+Tensor gelu_and_mul(const Tensor& gate_up) { return activate_and_mul(gate_up, Activation::gelu); }
+Tensor gelu_tanh_and_mul(const Tensor& gate_up) { return activate_and_mul(gate_up, Activation::gelu_tanh); }
+
+Logits logits_of(const Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous(), "logits: contiguous rows");
+  Logits call{nullptr, nullptr, logits.size(0), ptrdiff_t(logits.size(1))};
+  if (logits.scalar_type() == at::kFloat)
+    call.wide = logits.const_data_ptr<float>();
+  else
+    call.narrow = bits(logits);
+  return call;
+}
+
+std::tuple<Tensor, Tensor> largest(const Tensor& logits) {
+  const Logits rows = logits_of(logits);
+  Tensor values = at::empty({rows.num_rows}, logits.options().dtype(at::kFloat));
+  Tensor places = at::empty({rows.num_rows}, logits.options().dtype(at::kLong));
+  operations().largest({rows, values.mutable_data_ptr<float>(), places.mutable_data_ptr<int64_t>()});
+  return {values, places};
+}
+
+std::tuple<Tensor, Tensor> gumbel_argmax(const Tensor& logits, const Tensor& temperatures, const Tensor& seeds,
+                                         const Tensor& positions) {
+  const Logits rows = logits_of(logits);
+  TORCH_CHECK(temperatures.is_contiguous() && seeds.is_contiguous() && positions.is_contiguous(), "one for each row");
+  Tensor tokens = at::empty({rows.num_rows}, logits.options().dtype(at::kLong));
+  Tensor sure = at::empty({rows.num_rows}, logits.options().dtype(at::kBool));
+  operations().gumbel_argmax({rows, temperatures.const_data_ptr<float>(), seeds.const_data_ptr<int64_t>(),
+                              positions.const_data_ptr<int64_t>(), tokens.mutable_data_ptr<int64_t>(),
+                              sure.mutable_data_ptr<bool>()});
+  return {tokens, sure};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(pagemill_cpu, library) {
@@ -231,9 +308,18 @@ TORCH_LIBRARY(pagemill_cpu, library) {
   library.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool rounds_first) -> (Tensor, Tensor)",
               add_rms_norm);
   library.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary_embedding);
+  library.def(
+      "write_qkv(Tensor qkv, Tensor? query_norm, Tensor? key_norm, float eps, bool rounds_first, Tensor? cos, "
+      "Tensor? sin, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> Tensor",
+      write_qkv);
   library.def("silu_and_mul(Tensor gate_up) -> Tensor", silu_and_mul);
   library.def(
       "int8_linear(Tensor x, Tensor weight, Tensor weight_scales, Tensor weight_sums, Tensor? bias, int out_size) "
       "-> Tensor",
       int8_linear);
+  library.def("gelu_and_mul(Tensor gate_up) -> Tensor", gelu_and_mul);
+  library.def("gelu_tanh_and_mul(Tensor gate_up) -> Tensor", gelu_tanh_and_mul);
+  library.def("largest(Tensor logits) -> (Tensor, Tensor)", largest);
+  library.def("gumbel_argmax(Tensor logits, Tensor temperatures, Tensor seeds, Tensor positions) -> (Tensor, Tensor)",
+              gumbel_argmax);
 }

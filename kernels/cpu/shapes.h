@@ -58,11 +58,49 @@ struct RotaryCall {
   int num_heads, head_dim, half;
 };
 
+// One product of queries, keys and values, to queries for attention, and keys and values in their blocks.
+struct QkvCall {
+  const uint16_t* qkv;  // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] bfloat16
+  ptrdiff_t stride;
+  NormCall query_norm, key_norm;  // weight, size and kind alone; size 0: none
+  const float* cos;               // [num_tokens, half], or null: nothing turns
+  const float* sin;
+  uint16_t* query;  // [num_tokens, num_heads, head_dim]
+  WriteCall write;  // all but the key
+  int num_heads, half;
+};
+
+enum class Activation { silu, gelu, gelu_tanh };
+
 struct GateCall {
   const uint16_t* gate_up;  // [num_tokens, 2 * size] bfloat16
   uint16_t* out;
   int64_t num_tokens;
   ptrdiff_t size;
+  Activation activation;
+};
+
+// [num_rows, size], bfloat16 or float32.
+struct Logits {
+  const uint16_t* narrow;  // null where they are wide
+  const float* wide;
+  int64_t num_rows;
+  ptrdiff_t size;
+};
+
+struct LargestCall {
+  Logits logits;
+  float* values;  // [num_rows]
+  int64_t* places;
+};
+
+struct GumbelCall {
+  Logits logits;
+  const float* temperatures;  // [num_rows]
+  const int64_t* seeds;
+  const int64_t* positions;
+  int64_t* tokens;  // [num_rows]
+  bool* sure;       // whether no other token comes so close that rounding decides
 };
 
 struct Int8Call {

@@ -75,14 +75,22 @@ inline Floats exp2_of_weight(Floats x) {
 inline Floats widen(const bf16* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
-// Not vcvtneps2bf16: that takes denormal numbers for zero, and torch does not.
-inline void store_narrow(bf16* p, Floats x) {
+inline __m256i narrow_slowly(Floats x) {
   __m512i bits = _mm512_castps_si512(x);
   __m512i lowest = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(lowest, _mm512_set1_epi32(0x7fff))), 16);
   __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  rounded = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc0));
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
+  return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7fc0)));
+}
+inline __m256i narrow(Floats x) {
+  // The instruction takes denormal numbers for zero, and torch does not.
+  constexpr int denormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(x, denormal), 0)) return narrow_slowly(x);
+  return (__m256i)_mm512_cvtneps_pbh(x);
+}
+inline void store_narrow(bf16* p, Floats x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+inline Floats rounded(Floats x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x)), 16));
 }
 
 // For numbers whose denormal values do not count: it takes those for zero.
@@ -182,6 +190,11 @@ inline void store_narrow(bf16* p, Floats x) {
   // The packing works in halves of 128 bits, and interleaves them.
   __m256i packed = _mm256_packus_epi32(narrow8(x.low), narrow8(x.high));
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0b11011000));
+}
+
+inline Floats rounded(Floats x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(narrow8(x.low), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(narrow8(x.high), 16))};
 }
 
 inline void store_weights(bf16* p, Floats x) { store_narrow(p, x); }

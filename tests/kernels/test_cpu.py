@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu import attention, extension, glue
+from kernels.cache import LayerKV, allocate_kv_cache
+from kernels.cpu import attention, extension, glue, sampling
+from kernels.reference import QueryKeyNorms
 from tests.engine.models_fixture import Chunk, flat_batch
 from tests.kernels.test_attention import attend, filled_cache
 
@@ -87,6 +89,108 @@ def test_gates_agree_with_the_definition(size: int) -> None:
     gate_up[0, :size] = 200
     gate_up[1, :size] = -200
     torch.testing.assert_close(glue.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), atol=1e-30, rtol=ROUNDINGS)
+    # What torch has of negative gates is a small difference of large numbers.
+    for mine, defined in (
+        (glue.gelu_and_mul, reference.gelu_and_mul),
+        (glue.gelu_tanh_and_mul, reference.gelu_tanh_and_mul),
+    ):
+        torch.testing.assert_close(mine(gate_up), defined(gate_up), atol=2e-5, rtol=ROUNDINGS)
+
+
+# Slots of six tokens in blocks of 16: an odd one whose partner is there already, both of a pair, the ends of two
+# blocks, one that is nobody's, and one whose partner comes later.
+SLOTS = torch.tensor([17, 46, 47, 48, -1, 70])
+
+
+def filled_layer(num_kv_heads: int, head_dim: int) -> LayerKV:
+    kv = allocate_kv_cache(1, 6, 16, num_kv_heads, head_dim, torch.bfloat16, torch.device("cpu"))
+    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(5)))
+    return kv.layer(0)
+
+
+@pytest.mark.parametrize("norms", [None, "heads", "projection", "heads in float32"])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "half"),
+    [(9, 3, 64, 32), (14, 2, 64, 32), (4, 4, 80, 20), (2, 1, 256, 128), (2, 2, 96, None), (1, 1, 16, 4)],
+)
+def test_a_projection_is_normed_turned_and_stored_as_by_one_operation_after_the_other(
+    num_heads: int, num_kv_heads: int, head_dim: int, half: int | None, norms: str | None
+) -> None:
+    wide = normal(len(SLOTS), (num_heads + 2 * num_kv_heads) * head_dim + 8)
+    rotation = None
+    if half is not None:
+        angles = torch.randn(len(SLOTS), half)
+        rotation = angles.cos(), angles.sin()
+    spans = (1, 1) if norms != "projection" else (num_heads, num_kv_heads)
+    weights = [normal(span * head_dim) if norms else None for span in spans]
+    query_key_norms = QueryKeyNorms(*weights, eps=1e-6, in_float32=norms == "heads in float32")
+    for qkv in (wide[:, :-8].contiguous(), wide[:, :-8], unaligned(wide[:, :-8])):
+        mine, apart = filled_layer(num_kv_heads, head_dim), filled_layer(num_kv_heads, head_dim)
+        query = attention.write_qkv(qkv, query_key_norms, rotation, mine, SLOTS)
+        # The definition's norms add up in another order.
+        kv_size = num_kv_heads * head_dim
+        parts = qkv.split((num_heads * head_dim, kv_size, kv_size), dim=1)
+        norm = glue.rms_norm_float32 if query_key_norms.in_float32 else glue.rms_norm
+        normed = [
+            part if weight is None else norm(part.unflatten(1, (-1, len(weight))), weight, 1e-6).flatten(1)
+            for part, weight in zip(parts[:2], weights, strict=True)
+        ]
+        expected, key, value = (part.unflatten(1, (-1, head_dim)) for part in (*normed, parts[2]))
+        if rotation:
+            expected, key = glue.rotary_embedding(expected, key, *rotation)
+        attention.write_kv(key, value, apart, SLOTS)
+        assert torch.equal(query, expected)
+        assert torch.equal(mine.key, apart.key)
+        assert torch.equal(mine.value, apart.value)
+        assert not torch.equal(mine.value, filled_layer(num_kv_heads, head_dim).value)
+
+
+def test_a_projection_agrees_with_the_definition_where_the_cache_is_plain() -> None:
+    kv = [allocate_kv_cache(1, 6, 16, 2, 24, torch.float32, torch.device("cpu")) for _ in range(2)]
+    for cache in kv:
+        cache.data.zero_()
+    qkv, angles = torch.randn(len(SLOTS), 8 * 24), torch.randn(len(SLOTS), 12)
+    norms = QueryKeyNorms(torch.randn(24), None, 1e-6, in_float32=False)
+    rotation = angles.cos(), angles.sin()
+    query = attention.write_qkv(qkv, norms, rotation, kv[0].layer(0), SLOTS)
+    assert torch.equal(query, reference.write_qkv(qkv, norms, rotation, kv[1].layer(0), SLOTS))
+    assert torch.equal(kv[0].data, kv[1].data)
+    assert query.shape == (len(SLOTS), 4, 24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [1, 15, 16, 33, 5003])
+def test_the_largest_is_that_of_the_definition_and_of_equals_the_first(size: int, dtype: torch.dtype) -> None:
+    logits = torch.randint(-3, 3, (7, size)).to(dtype)
+    logits[1] = -torch.inf
+    logits[2, size // 2] = 100
+    logits[3] = -5
+    values, places = sampling.largest(logits)
+    defined = reference.largest(logits)
+    assert torch.equal(values, defined[0])
+    assert torch.equal(places, defined[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("nan")])
+def test_a_row_that_is_not_finite_shows_in_its_largest_and_in_no_other(bad: float) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = normal(3, 50).to(dtype)
+        for place in (0, 17, 49):
+            spoilt = logits.clone()
+            spoilt[1, place] = bad
+            values, places = sampling.largest(spoilt)
+            assert not values[1].isfinite()
+            assert torch.equal(places[[0, 2]], logits[[0, 2]].max(-1).indices)
+            drawn = sampling.gumbel_argmax(spoilt, torch.ones(3), torch.arange(3), torch.arange(3))
+            assert 0 <= drawn[1] < 50
+
+
+def test_where_rounding_decides_a_draw_the_definition_decides() -> None:
+    seeds, positions = torch.arange(40), torch.arange(40) + 7
+    # All sums of score and noise are the same but for rounding.
+    logits = -reference.gumbel_noise(seeds, positions, 300)
+    drawn = sampling.gumbel_argmax(logits, torch.ones(40), seeds, positions)
+    assert torch.equal(drawn, reference.gumbel_argmax(logits, torch.ones(40), seeds, positions))
 
 
 def test_nothing_depends_on_where_a_buffer_begins() -> None:
@@ -132,8 +236,9 @@ def test_the_result_does_not_depend_on_the_threads() -> None:
 
 def test_avx2_serves_what_avx512_serves() -> None:
     code = "import sys, pytest; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
-    chosen = "norms or rotations or gates or nan or buffer or denormal or agrees or same_bits_alone"
-    args = ["tests/kernels/test_cpu.py", "tests/kernels/test_attention.py", "-k", chosen]
+    chosen = "norms or rotations or gates or projection or largest or finite or draw or nan or buffer or denormal"
+    chosen += " or agrees or same_bits_alone"
+    args = [f"tests/kernels/test_{name}.py" for name in ("cpu", "attention", "gumbel")] + ["-k", chosen]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PAGEMILL_CPU_ISA": "avx2"}
     done = subprocess.run([sys.executable, "-c", code, *args], env=env, cwd=ROOT, capture_output=True, timeout=280)
     assert done.returncode == 0, done.stdout.decode()[-3000:]

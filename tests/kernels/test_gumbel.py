@@ -83,24 +83,27 @@ def test_the_cpu_draws_what_the_definition_draws(rows, vocab_size, spread, ruled
     scores = torch.randn(len(rows), vocab_size, generator=generator) * spread
     scores[torch.rand(scores.shape, generator=generator) < ruled_out] = -torch.inf
     scores[:, vocab_size // 2] = 0.0  # something is left
-    drawn = CPU(scores, seeds, positions)
-    assert drawn.dtype == torch.int64
-    assert drawn.tolist() == gumbel_argmax(scores, seeds, positions).tolist()
+    temperatures = torch.rand(len(rows), generator=generator) + 0.1
+    for logits in (scores, scores.bfloat16()):
+        drawn = CPU(logits, temperatures, seeds, positions)
+        assert drawn.dtype == torch.int64
+        assert drawn.tolist() == gumbel_argmax(logits, temperatures, seeds, positions).tolist()
 
 
 def test_over_a_large_vocabulary_the_cpu_draws_what_the_definition_draws():
     scores = torch.randn(64, 50_257, generator=torch.Generator().manual_seed(1)) * 2
     scores[::3, 100:] = -torch.inf
     seeds, positions = torch.arange(64) * 12_345_678_901, torch.arange(64)
-    drawn = CPU(scores, seeds, positions)
-    assert torch.equal(drawn, gumbel_argmax(scores, seeds, positions))
+    temperatures = torch.linspace(0.5, 1.5, 64)
+    drawn = CPU(scores, temperatures, seeds, positions)
+    assert torch.equal(drawn, gumbel_argmax(scores, temperatures, seeds, positions))
     assert len(set(drawn.tolist())) > 40
 
 
 def test_what_is_drawn_follows_the_softmax():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     rows = 20_000
-    chosen = CPU(logits.repeat(rows, 1), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
+    chosen = CPU(logits.repeat(rows, 1), torch.ones(rows), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
     shares = torch.bincount(chosen, minlength=5).double() / rows
     exact = logits.double().softmax(-1)
     assert ((shares - exact).abs() < 5 * (exact * (1 - exact) / rows).sqrt()).all()
