@@ -95,6 +95,7 @@ def test_bad_rows_come_back_in_their_places_with_their_errors(llm):
     "options",
     [
         {"dtype": "int8"},
+        {"scheduling_policy": "lifo"},
         {"max_num_seqs": 0},
         {"num_kv_blocks": 8, "kv_cache_memory": 2**20},
         {"num_kv_blocks": 4, "block_size": 8, "max_model_len": 100},

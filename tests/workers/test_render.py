@@ -174,3 +174,8 @@ def test_a_refusal_is_the_row_s_error_with_its_place() -> None:
 def test_an_answer_that_was_cut_off_is_never_taken_for_a_result() -> None:
     with pytest.raises(ValueError, match="abort"):
         outcome_of(CHAT, output("abort"))
+
+
+def test_the_engine_knows_a_rows_job_and_its_priority() -> None:
+    (asked,) = requests_for("job", 0, EMBEDDING, priority=7)[:1]
+    assert (asked.group, asked.priority) == ("job", 7)
