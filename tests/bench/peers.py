@@ -62,9 +62,9 @@ def measure_pagemill(name: str, workload: str, options: argparse.Namespace) -> M
 
 def interpreters(options: argparse.Namespace) -> dict[str, str]:
     """The peers that take part, each with its interpreter."""
-    given = {VLLM: options.vllm, OPENVINO: options.openvino, OPENVINO_INT8: options.openvino}
-    given |= {STATIC: sys.executable, CONTINUOUS: sys.executable}
-    return {peer.name: python for peer, python in given.items() if python}
+    given = {VLLM.name: options.vllm, OPENVINO.name: options.openvino, OPENVINO_INT8.name: options.openvino}
+    given |= {STATIC.name: sys.executable, CONTINUOUS.name: sys.executable}
+    return {name: python for name, python in given.items() if python}
 
 
 def ready(options: argparse.Namespace) -> Iterator[tuple[Peer, ReadyPeer]]:

@@ -145,7 +145,7 @@ def step_seconds(decoder: Decoder, rows: int, new: int, context: int, *, alone: 
 
 
 def markdown(found: list[Point]) -> str:
-    lines = ["| model | context | prefill of one | " + " | ".join(f"decode, {rows} rows" for rows in ROWS) + " |"]
+    lines = ["| model | context | prefill of one | " + " | ".join(f"decode {rows}" for rows in ROWS) + " |"]
     lines.append("|---" * (3 + len(ROWS)) + "|")
     by_place = {(p.model, p.kind, p.rows, p.context): p for p in found}
     for model in dict.fromkeys(p.model for p in found):
@@ -173,6 +173,7 @@ def plot(found: list[Point], path: Path) -> None:
             axes.plot([p.rows for p in line], costs, styles[model], marker="o", color=f"C{number}", label=label)
     axes.set(xscale="log", yscale="log", xlabel="rows at a time", ylabel="milliseconds a token")
     axes.set_xticks(ROWS, [str(rows) for rows in ROWS])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.tight_layout()
@@ -201,7 +202,8 @@ def main() -> None:
                 found.append(point)
     found.sort(key=lambda point: list(MODELS).index(point.model))
     stored.write_text(json.dumps([asdict(point) for point in found], indent=1) + "\n", encoding="utf-8")
-    note = f"bf16 on {processor()}, {usable_cores()} threads; in brackets the share of the measured product rate."
+    note = f'bf16 on {processor()}, {usable_cores()} threads; rows at a time after "decode"; '
+    note += "in brackets the share of the measured product rate."
     (options.tables / "scaling.md").write_text(f"{markdown(found)}\n\n{note}\n", encoding="utf-8")
     plot(found, options.tables / "scaling.svg")
 
