@@ -10,7 +10,7 @@ from engine.info import EngineInfo
 from engine.loader import LoadedEncoder, LoadedModel, load
 from engine.loader.peft import PeftLoader, adapter_targets
 from engine.lora import LoraCache
-from engine.machine import usable_cores
+from engine.machine import keep_freed_memory, usable_cores
 from engine.memory import size_host_pool, size_kv_pool
 from engine.models.decoder import Decoder
 from engine.pooling.intake import PoolingIntake, PoolingModel
@@ -37,6 +37,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     device = _device(config)
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_cores())
+        keep_freed_memory()
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     loaded = load(
         config.model,

@@ -4,14 +4,21 @@ A container's limits stand in control groups, version 1 or 2; a process is bound
 Files: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html
 """
 
+import ctypes
 import math
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 _ROOT = Path("/")
+
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MAX_MMAP_THRESHOLD = 32 << 20
+_KEPT_BYTES = 1 << 30
 
 
 def available_memory(root: Path = _ROOT) -> int:
@@ -24,6 +31,18 @@ def usable_cores(root: Path = _ROOT) -> int:
     affinity = len(os.sched_getaffinity(0))
     physical = psutil.cpu_count(logical=False) or affinity
     return max(1, min([physical, affinity, *(math.ceil(quota) for quota in _cgroup_cpu_quotas(root))]))
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep, for the whole process, up to 1 GiB of what is freed. Without effect but with glibc.
+
+    Each step allocates what the last one freed. Given back to the system in between, every page of it costs a fault:
+    measured, a third of a prefill step's time.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _cgroup_headrooms(root: Path) -> Iterator[int]:
