@@ -148,7 +148,8 @@ def main() -> None:
         f"threads; {today}. ×: how many times the peer's tokens a second pagemill has (int8 beside int8).\n"
     )
     if VLLM.name in {name for name, _ in found}:
-        sys.stdout.write(f"vLLM with {options.preload or 'nothing'} preloaded.\n")
+        names = ", ".join(Path(library).name for library in options.preload.split(":") if library)
+        sys.stdout.write(f"vLLM with {names or 'nothing'} preloaded.\n")
 
 
 if __name__ == "__main__":
