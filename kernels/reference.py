@@ -190,7 +190,8 @@ class QueryKeyNorms(NamedTuple):
         if weight is None:
             return x
         norm = rms_norm_float32 if self.in_float32 else rms_norm
-        return norm(x.unflatten(1, (-1, len(weight))), weight, self.eps).flatten(1)
+        spans: Tensor = x.unflatten(1, (-1, len(weight)))
+        return norm(spans, weight, self.eps).flatten(1)
 
 
 def write_qkv(
