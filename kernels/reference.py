@@ -190,8 +190,8 @@ class QueryKeyNorms(NamedTuple):
         if weight is None:
             return x
         norm = rms_norm_float32 if self.in_float32 else rms_norm
-        normed: Tensor = norm(x.unflatten(1, (-1, len(weight))), weight, self.eps)
-        return normed.flatten(1)
+        normed: Tensor = norm(x.unflatten(1, (-1, len(weight))), weight, self.eps).flatten(1)
+        return normed
 
 
 def write_qkv(
