@@ -190,8 +190,7 @@ class QueryKeyNorms(NamedTuple):
         if weight is None:
             return x
         norm = rms_norm_float32 if self.in_float32 else rms_norm
-        normed: Tensor = norm(x.unflatten(1, (-1, len(weight))), weight, self.eps).flatten(1)
-        return normed
+        return norm(x.unflatten(1, (-1, len(weight))), weight, self.eps).flatten(1)
 
 
 def write_qkv(
@@ -205,6 +204,7 @@ def write_qkv(
     """
     num_kv_heads, head_dim = layer.key.shape[1], layer.key.shape[3]
     kv_size = num_kv_heads * head_dim
+    query: Tensor
     query, key, value = qkv.split((qkv.shape[1] - 2 * kv_size, kv_size, kv_size), dim=1)
     query, key = norms.normalise(query, norms.query), norms.normalise(key, norms.key)
     query, key, value = (x.unflatten(1, (-1, head_dim)) for x in (query, key, value))
