@@ -14,6 +14,7 @@ from kernels import gumbel_cpu, int8, linear, reference, torch_attention, torch_
 from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, copy_block, kv_bytes_per_token
 from kernels.cpu import attention, extension, glue, sampling
 from kernels.cpu import int8 as compiled_int8
+from kernels.cpu import linear as compiled_linear
 from kernels.linear import Linear
 from kernels.reference import Expert, QueryKeyNorms
 
@@ -169,6 +170,7 @@ def _of_cpu() -> Kernels:
         write_qkv=attention.write_qkv,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
+        pack_linear=compiled_linear.packed_linear,
         pack_int8_linear=compiled_int8.int8_linear,
         largest=sampling.largest,
         gumbel_argmax=sampling.gumbel_argmax,

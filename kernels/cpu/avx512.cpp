@@ -15,4 +15,5 @@
 #include "glue.h"
 #include "int8.h"
 #include "kv_blocks.h"
+#include "linear.h"
 #include "sampling.h"

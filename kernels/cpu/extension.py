@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("ops.cpp", "avx512.cpp", "avx2.cpp")
-_HEADERS = ("shapes.h", "simd.h", "kv_blocks.h", "attention.h", "glue.h", "int8.h", "sampling.h")
 # Without contraction a sum has the bits that the source says, and those of torch's own operations.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-ffp-contract=off")
 
@@ -66,8 +65,8 @@ def _cache_folder() -> Path:
 
 def _fingerprint() -> str:
     digest = hashlib.sha256(repr((torch.__version__, platform.machine(), _FLAGS)).encode())
-    for name in (*_SOURCES, *_HEADERS):
-        digest.update((_FOLDER / name).read_bytes())
+    for path in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 

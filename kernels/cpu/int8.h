@@ -3,23 +3,19 @@
 // weight  [out / 32][in / 4][2][16][4], `out` padded with zeros to whole panels of 32, `in` to blocks of 64: what is
 //         multiplied by the same four numbers of a row lies side by side
 //
-// The sums of up to kTileRows rows and 32 outputs stay in registers all along `in`. Sums of integers are exact, so that
-// a row has the same bits whatever shares its batch.
+// Sums of integers are exact, so that a row has the same bits whatever shares its batch.
 #pragma once
 
 #include "glue.h"
+#include "panels.h"
 #include "shapes.h"
 #include "simd.h"
 
 namespace PAGEMILL_ISA {
 
-constexpr ptrdiff_t kPanel = 32;   // outputs of a tile
-constexpr ptrdiff_t kBlock = 64;   // numbers that are turned together
-constexpr int64_t kRowBlock = 96;  // rows that one thread takes through a panel, from the second-level cache
+constexpr ptrdiff_t kBlock = 64;  // numbers that are turned together
 
 #ifdef PAGEMILL_AVX512
-
-constexpr int kTileRows = 12;
 
 // vpdpbusd multiplies unsigned by signed: rows are stored with 128 added, and sums begin with as much less.
 inline __m512i begin(const int32_t* weight_sums) {
@@ -36,7 +32,7 @@ struct Weights {
   __m512i first, second;
   explicit Weights(const int8_t* p) : first(_mm512_loadu_si512(p)), second(_mm512_loadu_si512(p + 64)) {}
 };
-inline void multiply(Sums& sums, const uint8_t* x, const Weights& weights) {
+inline void add_products(Sums& sums, const uint8_t* x, const Weights& weights) {
   int32_t four;
   std::memcpy(&four, x, 4);
   const __m512i all = _mm512_set1_epi32(four);
@@ -68,8 +64,6 @@ inline uint32_t largest_of(Magnitudes x) { return _mm512_reduce_max_epu32(x); }
 
 #else  // AVX2
 
-constexpr int kTileRows = 2;
-
 inline __m256i load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 struct Sums {
   __m256i eight[4];
@@ -82,7 +76,7 @@ struct Weights {
   const int8_t* bytes;
   explicit Weights(const int8_t* p) : bytes(p) {}
 };
-inline void multiply(Sums& sums, const uint8_t* x, const Weights& weights) {
+inline void add_products(Sums& sums, const uint8_t* x, const Weights& weights) {
   int32_t four;
   std::memcpy(&four, x, 4);
   const __m256i all = _mm256_set1_epi32(four), magnitude = _mm256_abs_epi8(all);
@@ -167,53 +161,38 @@ inline float quantize_row(const bf16* x, ptrdiff_t size, ptrdiff_t padded, float
   return scale;
 }
 
-template <int rows>
-inline void multiply_tile(const Int8Call& call, int64_t row, ptrdiff_t panel) {
-  const ptrdiff_t column = panel * kPanel, size = call.in_padded;
-  const int8_t* weight = call.weight + column * size;
-  const uint8_t* x = call.quantized + row * size;
-  Sums sums[rows];
+struct Int8Tiles {
+  const Int8Call& call;
+
+  template <int rows>
+  void multiply(int64_t row, ptrdiff_t panel) const {
+    const ptrdiff_t column = panel * kPanel, size = call.in_padded;
+    const int8_t* weight = call.weight + column * size;
+    const uint8_t* x = call.quantized + row * size;
+    Sums sums[rows];
 #pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r) sums[r] = Sums(call.weight_sums + column);
-  for (ptrdiff_t i = 0; i < size; i += 4) {
-    const Weights weights(weight + i * kPanel);
+    for (int r = 0; r < rows; ++r) sums[r] = Sums(call.weight_sums + column);
+    for (ptrdiff_t i = 0; i < size; i += 4) {
+      const Weights weights(weight + i * kPanel);
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) multiply(sums[r], x + r * size + i, weights);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r) {
-    const Floats scale = fill(call.row_scales[row + r]);
-    Floats first = mul(mul(first_of(sums[r]), scale), load(call.weight_scales + column));
-    Floats second = mul(mul(second_of(sums[r]), scale), load(call.weight_scales + column + 16));
-    if (call.bias) {
-      first = add(first, load(call.bias + column));
-      second = add(second, load(call.bias + column + 16));
+      for (int r = 0; r < rows; ++r) add_products(sums[r], x + r * size + i, weights);
     }
-    const ptrdiff_t left = call.out_size - column;
-    bf16* out = call.out + (row + r) * call.out_size + column;
-    store_some(out, first, left);
-    if (left > 16) store_some(out + 16, second, left - 16);
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; ++r) {
+      const Floats scale = fill(call.row_scales[row + r]);
+      Floats first = mul(mul(first_of(sums[r]), scale), load(call.weight_scales + column));
+      Floats second = mul(mul(second_of(sums[r]), scale), load(call.weight_scales + column + 16));
+      if (call.bias) {
+        first = add(first, load(call.bias + column));
+        second = add(second, load(call.bias + column + 16));
+      }
+      const ptrdiff_t left = call.out_size - column;
+      bf16* out = call.out + (row + r) * call.out_size + column;
+      store_some(out, first, left);
+      if (left > 16) store_some(out + 16, second, left - 16);
+    }
   }
-}
-
-template <int most>
-inline void multiply_rows(const Int8Call& call, int64_t row, int64_t rows, ptrdiff_t panel) {
-  if constexpr (most > 1) {
-    if (rows < most) return multiply_rows<most - 1>(call, row, rows, panel);
-  }
-  multiply_tile<most>(call, row, panel);
-}
-
-// Where part `index` of `parts` begins: all are of one size, or differ by one.
-inline int64_t begin_of(int64_t index, int64_t parts, int64_t size) { return size * index / parts; }
-
-inline void multiply_block(const Int8Call& call, int64_t first, int64_t rows, ptrdiff_t panel) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t tile = 0; tile < tiles; ++tile) {
-    const int64_t row = begin_of(tile, tiles, rows);
-    multiply_rows<kTileRows>(call, first + row, begin_of(tile + 1, tiles, rows) - row, panel);
-  }
-}
+};
 
 void int8_linear(const Int8Call& call) {
   const ptrdiff_t panels = (call.out_size + kPanel - 1) / kPanel;
@@ -225,11 +204,7 @@ void int8_linear(const Int8Call& call) {
     for (int64_t row = 0; row < call.rows; ++row)
       call.row_scales[row] = quantize_row(call.x + row * call.x_stride, call.in_size, call.in_padded, turned.get(),
                                           call.quantized + row * call.in_padded);
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < blocks * panels; ++item) {
-      const int64_t block = item / panels, first = begin_of(block, blocks, call.rows);
-      multiply_block(call, first, begin_of(block + 1, blocks, call.rows) - first, item % panels);
-    }
+multiply_panels(Int8Tiles{call});
   }
 }
 

@@ -20,6 +20,7 @@
   OPERATION(activate_and_mul, GateCall) \
   OPERATION(largest, LargestCall) \
   OPERATION(gumbel_argmax, GumbelCall) \
+  OPERATION(linear, LinearCall) \
   OPERATION(int8_linear, Int8Call)
 
 #define DECLARE(name, Call) void name(const Call&);
@@ -235,6 +236,24 @@ Tensor activate_and_mul(const Tensor& gate_up, Activation activation) {
   return out;
 }
 
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t out_size) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "rows must be contiguous");
+  TORCH_CHECK(weight.is_contiguous() && weight.dim() == 5, "the weight must be packed");
+  TORCH_CHECK(x.size(1) == 2 * weight.size(1), "rows of ", 2 * weight.size(1), " are wanted, not of ", x.size(1));
+  LinearCall call{};
+  call.x = bits(x);
+  call.x_stride = x.stride(0);
+  call.weight = bits(weight);
+  call.bias = bias ? bias->const_data_ptr<float>() : nullptr;
+  call.rows = x.size(0);
+  call.in_size = x.size(1);
+  call.out_size = out_size;
+  Tensor out = at::empty({call.rows, out_size}, x.options());
+  call.out = mutable_bits(out);
+  operations().linear(call);
+  return out;
+}
+
 Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scales, const Tensor& weight_sums,
                    const std::optional<Tensor>& bias, int64_t out_size) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "rows must be contiguous");
@@ -313,6 +332,7 @@ TORCH_LIBRARY(pagemill_cpu, library) {
       "Tensor? sin, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> Tensor",
       write_qkv);
   library.def("silu_and_mul(Tensor gate_up) -> Tensor", silu_and_mul);
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias, int out_size) -> Tensor", linear);
   library.def(
       "int8_linear(Tensor x, Tensor weight, Tensor weight_scales, Tensor weight_sums, Tensor? bias, int out_size) "
       "-> Tensor",

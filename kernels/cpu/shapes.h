@@ -103,6 +103,16 @@ struct GumbelCall {
   bool* sure;       // whether no other token comes so close that rounding decides
 };
 
+struct LinearCall {
+  const uint16_t* x;  // [rows, in_size] bfloat16, a row every `x_stride`
+  ptrdiff_t x_stride;
+  const uint16_t* weight;  // packed, see linear.h
+  const float* bias;       // [out_size] padded to whole panels, or null
+  uint16_t* out;           // [rows, out_size] bfloat16
+  int64_t rows;
+  ptrdiff_t in_size, out_size;
+};
+
 struct Int8Call {
   const uint16_t* x;  // [rows, in_size] bfloat16, a row every `x_stride`
   ptrdiff_t x_stride;

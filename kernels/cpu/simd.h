@@ -42,7 +42,11 @@ inline Pairs fill_pair(const bf16* p) {
   std::memcpy(&pair, p, 4);
   return _mm512_set1_epi32(pair);
 }
-inline Floats dot(Floats sum, Pairs a, Pairs b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+inline Floats dot(Floats sum, Pairs a, Pairs b) {
+  // With the intrinsic, GCC copies each sum to another register and back, and runs out of them.
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
 // Lanes first <= i < last keep their value, the others become `other`.
 inline Floats keep(Floats x, int first, int last, Floats other) {
   uint32_t below_last = last >= 16 ? 0xffffu : (last <= 0 ? 0u : (1u << last) - 1);
