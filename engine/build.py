@@ -112,14 +112,20 @@ def _device(config: EngineConfig) -> torch.device:
         raise ConfigError(f"device {config.device!r} is not supported.", hint="Take cpu or cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch finds no CUDA device here.")
-    if device.type == "cuda" and config.quantize:
-        raise ConfigError(
-            f"quantize {config.quantize} is for CPUs so far, and the device is {device}.",
-            hint="Leave it out, or take device cpu.",
-        )
+    if device.type == "cuda":
+        check_gpu(config)
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ConfigError("gpu_memory_utilization says nothing on a CPU.", hint="Use kv_cache_memory.")
     return device
+
+
+def check_gpu(config: EngineConfig) -> None:
+    """Raise `ConfigError` if `config` asks for what no GPU does so far."""
+    if config.quantize:
+        raise ConfigError(
+            f"quantize {config.quantize} is for CPUs so far, and the device is a GPU.",
+            hint="Leave it out, or take a CPU.",
+        )
 
 
 def _peft_loader(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PeftLoader:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.build import CPU_BUDGETS, CUDA_BUDGETS
+from engine.build import CPU_BUDGETS, CUDA_BUDGETS, check_gpu
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelNotSupported
 from engine.loader.encoder_config import is_encoder
@@ -39,7 +39,7 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
     """The capacity of the engine that `config` describes, on a GPU of so many bytes, or on this machine's device.
 
     None for a model without a KV cache, and for one that only Transformers' own code can read. Raises ModelNotFound and
-    ModelFileInvalid.
+    ModelFileInvalid, and ConfigError for what the engine refuses on a GPU.
     """
     path, _ = locate_model(config.model)
     if path.is_dir() and is_encoder(path):
@@ -53,6 +53,8 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
     per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
     if gpu_memory is None and config.device != "cpu" and torch.cuda.is_available():
         gpu_memory = torch.cuda.mem_get_info()[1]
+    if gpu_memory is not None:
+        check_gpu(config)
     max_num_seqs = config.max_num_seqs or (CPU_BUDGETS if gpu_memory is None else CUDA_BUDGETS)[0]
     longest = config.max_model_len or model.max_position_embeddings
     tokens = _pool_tokens(config, gpu_memory, weights, per_token, longest, max_num_seqs)

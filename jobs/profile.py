@@ -70,13 +70,15 @@ class Profile(BaseModel):
         return f"{self.model} in {self.dtype} on {self.device} of {self.host}, measured on {day}"
 
 
-def profile_path(model: str, settings: Settings) -> Path:
-    return settings.state_dir / "profiles" / f"{model_key(model)}.json"
+def profile_path(model: str, quantize: str | None, settings: Settings) -> Path:
+    """Where a model's measurement is kept: quantised, it runs at other rates, and has one of its own."""
+    name = model_key(model) if quantize is None else f"{model_key(model)}-{quantize}"
+    return settings.state_dir / "profiles" / f"{name}.json"
 
 
-def load_profile(model: str, settings: Settings) -> Profile | None:
+def load_profile(model: str, quantize: str | None, settings: Settings) -> Profile | None:
     """The last measurement of a model, if there is one that can be read: one of another version cannot."""
     try:
-        return Profile.model_validate_json(profile_path(model, settings).read_bytes())
+        return Profile.model_validate_json(profile_path(model, quantize, settings).read_bytes())
     except (FileNotFoundError, ValidationError):
         return None

@@ -97,7 +97,7 @@ def model(model: Model, engine: EngineOptions, json: Json = False) -> None:
         profile = measure(LLM(model, **engine.given), model)
     except EngineError as error:
         raise UsageError(error.message, hint=error.hint, code=error.code) from error
-    path = profile_path(model, config)
+    path = profile_path(model, engine.quantize, config)
     Stores(config).put(str(path), profile.model_dump_json(indent=1).encode())
     print_json(profile.model_dump(mode="json")) if json else _print(profile, path)
 

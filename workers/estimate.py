@@ -1,7 +1,8 @@
 """The command `pagemill estimate`: it is here because it takes the model's own tokenizer."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Annotated, Any, cast
 
@@ -9,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantize
 from engine.errors import EngineError
 from engine.prompts import Prompt as EnginePrompt
 from engine.prompts import PromptEncoder
@@ -42,6 +43,9 @@ def estimate(
         float | None,
         typer.Option(min=0.1, help="What fits on a GPU of so many GiB. Default: what was measured, or this machine."),
     ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="int8: for workers that have the same option, on this machine.")
+    ] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
@@ -49,7 +53,8 @@ def estimate(
 ) -> None:
     """Rows, tokens, shared prefixes, what fits, and the time it takes by `pagemill bench model`; runs nothing."""
     config = settings()
-    with tempfile.TemporaryDirectory(prefix="pagemill-estimate-") as folder:
+    with _engine_errors_as_usage_errors(), tempfile.TemporaryDirectory(prefix="pagemill-estimate-") as folder:
+        engine = EngineConfig(model, quantize=cast(Quantize | None, quantize))
         # Nothing is left behind: where the planner has to copy the input, it does so here.
         local = config.model_copy(update={"storage": folder})
         stores = Stores(local)
@@ -67,28 +72,33 @@ def estimate(
             model_aliases=tuple(job.model_alias or ()),
             lora=job.lora,
         )
-        profile = load_profile(model, config)
+        profile = load_profile(model, engine.quantize, config)
         found = estimate_of(
             spec,
             stores,
             local,
             _encoder(model, trust_remote_code),
             profile=profile,
-            capacity=_capacity(model, gpu_memory) if profile is None or gpu_memory else None,
+            capacity=_capacity(engine, gpu_memory) if profile is None or gpu_memory else None,
             max_rows=max_rows,
             mean_answer=answer_tokens,
         )
-    print_json(found.as_dict()) if json else _print(found, model)
+    print_json(found.as_dict()) if json else _print(found, engine)
+
+
+@contextmanager
+def _engine_errors_as_usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except EngineError as error:
+        raise UsageError(error.message, hint=error.hint, code=error.code) from error
 
 
 def _encoder(model: str, trust_remote_code: bool) -> Encode:
     # Only now: it takes seconds, and the command line is put together for each command.
     from engine.loader import load_tokenizer
 
-    try:
-        tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    except EngineError as error:
-        raise UsageError(error.message, hint=error.hint, code=error.code) from error
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if tokenizer is None:
         raise UsageError(f"{model} has no tokenizer: its tokens cannot be counted.")
     encoder = PromptEncoder(tokenizer, len(tokenizer))
@@ -99,13 +109,10 @@ def _encoder(model: str, trust_remote_code: bool) -> Encode:
     return encode
 
 
-def _capacity(model: str, gpu_memory: float | None) -> Capacity | None:
+def _capacity(engine: EngineConfig, gpu_memory: float | None) -> Capacity | None:
     from engine.capacity import kv_capacity
 
-    try:
-        found = kv_capacity(EngineConfig(model), None if gpu_memory is None else int(gpu_memory * _GIB))
-    except EngineError as error:
-        raise UsageError(error.message, hint=error.hint, code=error.code) from error
+    found = kv_capacity(engine, None if gpu_memory is None else int(gpu_memory * _GIB))
     if found is None:
         return None
     where = "this machine" if gpu_memory is None else f"a GPU of {gpu_memory:g} GiB"
@@ -119,9 +126,9 @@ def _capacity(model: str, gpu_memory: float | None) -> Capacity | None:
     )
 
 
-def _print(found: Estimate, model: str) -> None:
+def _print(found: Estimate, engine: EngineConfig) -> None:
     table = Table.grid(padding=(0, 2))
-    for name, value in [*_of_rows(found), *_of_prompts(found), *_of_time(found, model)]:
+    for name, value in [*_of_rows(found), *_of_prompts(found), *_of_time(found, engine)]:
         table.add_row(f"[bold]{name}[/]", escape(value))
     stdout.print(table)
     if found.prompts is not None:
@@ -161,13 +168,14 @@ def _of_prompts(found: Estimate) -> list[tuple[str, str]]:
     return [*facts, ("answer tokens", f"{found.answer_tokens:,} {kind}")]
 
 
-def _of_time(found: Estimate, model: str) -> list[tuple[str, str]]:
+def _of_time(found: Estimate, engine: EngineConfig) -> list[tuple[str, str]]:
     facts = _of_fit(found)
     if found.duration is None:
         if found.fit is not None and not found.fit.rows_at_once:
             return facts
-        limits = found.answer_tokens is None
-        why = "answers have no limit" if limits else f"not measured here: `pagemill bench model --model {model}` does"
+        quantize = f" --quantize {engine.quantize}" if engine.quantize else ""
+        unmeasured = f"not measured here: `pagemill bench model --model {engine.model}{quantize}` does"
+        why = "answers have no limit" if found.answer_tokens is None else unmeasured
         return [*facts, ("time", f"unknown: {why}")]
     took = found.duration
     whole, prefill, decode = (timedelta(seconds=round(s)) for s in (took.total, took.prefill, took.decode))

@@ -162,14 +162,25 @@ def test_rates_between_what_was_measured_lie_between() -> None:
 
 def test_a_profile_is_kept_by_model(tmp_path: Path) -> None:
     settings = Settings(state_dir=tmp_path)
-    assert load_profile("tiny", settings) is None
-    path = profile_path("tiny", settings)
+    assert load_profile("tiny", None, settings) is None
+    path = profile_path("tiny", None, settings)
     path.parent.mkdir(parents=True)
     path.write_text(PROFILE.model_dump_json())
-    assert load_profile("tiny", settings) == PROFILE
-    assert load_profile("another", settings) is None
+    assert load_profile("tiny", None, settings) == PROFILE
+    assert load_profile("another", None, settings) is None
     path.write_text('{"model": "of another version"}')
-    assert load_profile("tiny", settings) is None
+    assert load_profile("tiny", None, settings) is None
+
+
+def test_rates_of_a_quantised_model_are_not_those_of_the_model(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    quantised = PROFILE.model_copy(update={"dtype": "int8"})
+    profile_path("tiny", None, settings).parent.mkdir(parents=True)
+    profile_path("tiny", "int8", settings).write_text(quantised.model_dump_json())
+    assert load_profile("tiny", None, settings) is None
+    profile_path("tiny", None, settings).write_text(PROFILE.model_dump_json())
+    assert load_profile("tiny", None, settings) == PROFILE
+    assert load_profile("tiny", "int8", settings) == quantised
 
 
 def test_it_is_json_for_programs(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs import settings
+from jobs.errors import UsageError
 from jobs.estimate import Estimate, Longest, Prompts
 from jobs.settings import Settings
 from jobs.storage import Stores
@@ -74,6 +75,33 @@ def test_a_model_is_measured_and_an_estimate_goes_by_it(state_dir: Path, tmp_pat
     assert "bytes a token, on this machine)" in shown
     shown = run(app, [*arguments[:2], other, *arguments[3:], "--gpu-memory", "24"]).stdout
     assert "on a GPU of 24 GiB" in shown
+
+
+def test_an_estimate_of_a_quantised_model_goes_by_what_was_measured_of_it(state_dir: Path, tmp_path: Path) -> None:
+    import typer
+
+    from workers.estimate import estimate
+
+    model = str(tiny_llama(tmp_path / "model", tokenizer=True))
+    run = CliRunner().invoke
+    sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "64"]
+    measured = run(bench, ["model", "--model", model, "--device", "cpu", "--quantize", "int8", *sizes, "--json"])
+    assert measured.exit_code == 0, measured.output
+    assert json.loads(measured.stdout)["dtype"] == "int8"
+
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": "a"}) + "\n")
+    app = typer.Typer()
+    app.command()(estimate)
+    arguments = [str(source), "--model", model, "--prompt-column", "prompt", "--max-tokens", "5"]
+    assert "not measured here" in run(app, arguments).stdout
+    assert "int8 on cpu" in run(app, [*arguments, "--quantize", "int8"]).stdout
+    refused = run(app, [*arguments, "--quantize", "int8", "--gpu-memory", "24"])
+    assert isinstance(refused.exception, UsageError)
+    assert "quantize int8 is for CPUs so far" in refused.exception.message
+    unknown = run(app, [*arguments, "--quantize", "../../int4"])
+    assert isinstance(unknown.exception, UsageError)
+    assert "quantize must be int8" in unknown.exception.message
 
 
 def test_prompts_of_a_benchmark_share_no_beginning() -> None:
