@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import MixtralConfig
 
 from engine import LLM, EngineConfig, SamplingParams
 from engine.build import assemble_engine
@@ -31,6 +32,8 @@ from engine.messages import NewRequest
 from tests.engine.encoder_fixture import tiny_encoder
 from tests.engine.lora_fixture import write_adapter
 from tests.engine.models_fixture import PagedRun, check_same_bits_in_any_company, poison, tiny_llama
+from tests.engine.test_families import SMALL, random_model, tokens
+from tests.engine.test_loader_gguf import write_gguf
 
 CPU = torch.device("cpu")
 QUESTIONS = Path(__file__).parents[1] / "data" / "gsm8k_test.jsonl"
@@ -75,6 +78,31 @@ def test_models_of_other_types_are_quantised_too(folder: Path, dtype: torch.dtyp
     exact = prompt_logits(loaded(folder, dtype=torch.float32), prompts)
     quantized = prompt_logits(loaded(folder, dtype=dtype, quantize="int8"), prompts)
     assert 0 < (exact - quantized).norm() < 0.1 * exact.norm()
+
+
+def test_a_gguf_file_is_quantised_from_what_it_is_dequantised_to(folder: Path, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", folder, without=("output.weight",))
+    prompts = [list(range(40))]
+    quantized = prompt_logits(loaded(file, quantize="int8"), prompts)
+    assert torch.equal(quantized, prompt_logits(loaded(folder, quantize="int8"), prompts))
+    assert not torch.equal(quantized, prompt_logits(loaded(file), prompts))
+
+
+def test_experts_are_quantised_and_their_router_is_not(tmp_path: Path) -> None:
+    random_model(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path)
+    x = torch.randn(50, SMALL["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16()
+    layers = [loaded(tmp_path, quantize=q).decoder._weights.layers[1].feed_forward for q in (None, "int8")]
+    plain, quantized = (layer(x, None) for layer in layers)
+    assert 0 < (plain - quantized).norm() < 0.1 * plain.norm()
+    ours, theirs = (layer.route(x) for layer in layers)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+def test_a_quantised_mixture_of_experts_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    random_model(MixtralConfig(**SMALL, num_local_experts=4)).save_pretrained(tmp_path)
+    rows = {f"row {index}": tokens(20 + 7 * index, index) for index in range(6)}
+    check_same_bits_in_any_company(loaded(tmp_path, quantize="int8").decoder, rows)
 
 
 def test_a_request_that_is_not_finite_fails_and_its_neighbour_does_not(tmp_path: Path) -> None:
@@ -139,8 +167,18 @@ def test_an_encoder_is_not_quantised(tmp_path: Path) -> None:
 
 def test_a_gpu_is_refused_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="quantize int8 is for CPUs so far, and the device is cuda"):
+    with pytest.raises(ConfigError, match="quantize int8 is for CPUs so far, and the device is a GPU"):
         LLM("nowhere", device="cuda", quantize="int8")
+
+
+def test_nothing_is_sized_for_a_gpu_that_the_engine_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="quantize int8 is for CPUs so far, and the device is a GPU"):
+        kv_capacity(EngineConfig(str(folder), quantize="int8"), 24 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 2**30, 24 * 2**30))
+    with pytest.raises(ConfigError, match="the device is a GPU"):
+        kv_capacity(EngineConfig(str(folder), quantize="int8"))
+    assert kv_capacity(EngineConfig(str(folder), quantize="int8", device="cpu")) is not None
 
 
 class Answers(NamedTuple):
