@@ -73,6 +73,10 @@ class _Node(Generic[T]):
             self.heap = [entry for entry in self.heap if self._is_current(entry)]
             heapify(self.heap)
 
+    def towards(self, hashes: Sequence[BlockHash]) -> "Leaf[T] | _Node[T] | None":
+        """The entry directly below that goes on as a prompt does, which agrees so far and may end here."""
+        return self.children.get(hashes[self.depth]) if len(hashes) > self.depth else None
+
     def first(self) -> "Leaf[T] | _Node[T]":
         while not self._is_current(self.heap[0]):
             heappop(self.heap)
@@ -100,7 +104,7 @@ class PrefixTree(Generic[T]):
         leaf.size = 1
         node = self._root
         node.size += 1
-        while (child := self._towards(node, leaf.hashes)) is not None:
+        while (child := node.towards(leaf.hashes)) is not None:
             common = _common_blocks(child.hashes, leaf.hashes, node.depth + 1, child.depth)
             if isinstance(child, Leaf) or common < child.depth:
                 child = self._part(node, child, common)
@@ -117,7 +121,7 @@ class PrefixTree(Generic[T]):
         while isinstance(entry, _Node):
             # Along the last prompt as far as it goes: a child that begins with its next block shares more of it than
             # all its siblings. From there on, by rank.
-            entry = self._towards(entry, self._last) or entry.first()
+            entry = entry.towards(self._last) or entry.first()
         self.remove(entry)
         self._last = entry.hashes
         return entry.value
@@ -136,10 +140,6 @@ class PrefixTree(Generic[T]):
             entry = parent
         if not self._root.size:
             self._root.heap.clear()
-
-    def _towards(self, node: _Node[T], hashes: Sequence[BlockHash]) -> "Leaf[T] | _Node[T] | None":
-        """The entry below a node that has the next block of a prompt in common with it, if the prompt gets so far."""
-        return node.children.get(hashes[node.depth]) if len(hashes) > node.depth else None
 
     def _part(self, node: _Node[T], child: "Leaf[T] | _Node[T]", depth: int) -> _Node[T]:
         """Put a new node between two, where a prompt leaves the way from one to the other."""

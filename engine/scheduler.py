@@ -226,9 +226,9 @@ class Scheduler:
         """Enter the results of a step, and return the requests that it finished.
 
         In this order, but for rows that are not numbers, which fail their request before anybody can find their blocks:
-        tokens count as computed; the blocks they filled become findable; where several tokens were
-        sampled, the further continuations are forked off; the sampled tokens are appended, or what was pooled is added,
-        which may finish sequences; finished sequences give back their blocks, which stay findable.
+        tokens count as computed; the blocks they filled become findable; where several tokens were sampled, the further
+        continuations are forked off; the sampled tokens are appended, or what was pooled is added, which may finish
+        sequences; finished sequences give back their blocks, which stay findable.
         """
         if not self.num_waiting:
             self._tail_steps += 1

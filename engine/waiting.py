@@ -12,7 +12,7 @@
 A request is passed by `MAX_OVERTAKES` others at most: then it is the next.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -105,7 +105,7 @@ class PrefixOrder:
         self._block_size = block_size
         self._predict = predict
         self._max_overtakes = max_overtakes
-        self._trees: dict[int, PrefixTree[Request]] = {}  # by priority
+        self._trees: defaultdict[int, PrefixTree[Request]] = defaultdict(PrefixTree)  # by priority
         self._places: OrderedDict[int, _Place] = OrderedDict()  # by index, the oldest first
         self._num_tokens = self._num_added = self._num_taken = 0
 
@@ -127,13 +127,13 @@ class PrefixOrder:
         self._num_added += 1
         self._num_tokens += request.num_prompt_tokens
         self._places[request.index] = _Place(leaf, self._num_taken + self._max_overtakes)
-        self._tree(request).add(leaf)
+        self._trees[request.priority].add(leaf)
 
     def take(self) -> Request:
         oldest = next(iter(self._places.values()))
         if self._num_taken >= oldest.due:
             request = oldest.leaf.value
-            self._tree(request).remove(oldest.leaf)
+            self._trees[request.priority].remove(oldest.leaf)
         else:
             request = self._trees[max(priority for priority, tree in self._trees.items() if len(tree))].take()
         self._num_taken += 1
@@ -142,15 +142,12 @@ class PrefixOrder:
 
     def remove(self, request: Request) -> None:
         if place := self._places.get(request.index):
-            self._tree(request).remove(place.leaf)
+            self._trees[request.priority].remove(place.leaf)
             self._forget(request)
 
     def _forget(self, request: Request) -> None:
         del self._places[request.index]
         self._num_tokens -= request.num_prompt_tokens
-
-    def _tree(self, request: Request) -> PrefixTree[Request]:
-        return self._trees.setdefault(request.priority, PrefixTree())
 
     def _block_hashes(self, request: Request) -> list[BlockHash]:
         """Of the prompt's blocks that could be found in the cache: not the last token's."""
