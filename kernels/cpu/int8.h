@@ -195,8 +195,6 @@ struct Int8Tiles {
 };
 
 void int8_linear(const Int8Call& call) {
-  const ptrdiff_t panels = (call.out_size + kPanel - 1) / kPanel;
-  const int64_t blocks = (call.rows + kRowBlock - 1) / kRowBlock;
 #pragma omp parallel
   {
     const std::unique_ptr<float[]> turned(new float[call.in_padded]);
@@ -204,7 +202,7 @@ void int8_linear(const Int8Call& call) {
     for (int64_t row = 0; row < call.rows; ++row)
       call.row_scales[row] = quantize_row(call.x + row * call.x_stride, call.in_size, call.in_padded, turned.get(),
                                           call.quantized + row * call.in_padded);
-multiply_panels(Int8Tiles{call});
+    multiply_panels(Int8Tiles{call});
   }
 }
 
