@@ -77,7 +77,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
     )
     return EngineCore(
         Scheduler(limits, adapters),
-        Runner(loaded.decoder, _kv_cache(loaded, limits, device), device, _host_cache(loaded, limits, device)),
+        Runner(loaded.decoder, _kv_cache(config, loaded, limits, device), device, _host_cache(loaded, limits, device)),
         info,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
@@ -171,9 +171,9 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, re
     )
 
 
-def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache:
+def _kv_cache(config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache:
     model = loaded.config
-    return allocate_kv_cache(
+    kv = allocate_kv_cache(
         model.num_layers,
         limits.num_kv_blocks,
         limits.block_size,
@@ -182,6 +182,9 @@ def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device
         model.dtype,
         device,
     )
+    if config.preallocate_kv:
+        kv.data.zero_()
+    return kv
 
 
 def _host_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache | None:

@@ -41,6 +41,8 @@ class EngineConfig:
         block_size: Tokens in one KV block.
         num_kv_blocks: Size of the KV pool in blocks, the null block among them; else `kv_cache_memory` decides.
         kv_cache_memory: Size of the KV pool in bytes. None: sized from the machine, see `engine.memory`.
+        preallocate_kv: Touch all of the KV pool while loading: no step waits for memory, and a pool that the machine
+            cannot give fails at once. Takes from a tenth of a second for each GiB to two on a virtual machine.
         swap_space: Host memory in bytes to which the blocks of preempted requests are moved; 0: computed again.
             None: 4 GiB with a GPU, if the machine can spare it; 0 without.
         gpu_memory_utilization: Share of a GPU's memory to use for everything, KV pool included; 0.9 by default.
@@ -66,6 +68,7 @@ class EngineConfig:
     block_size: int = 32
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
+    preallocate_kv: bool = False
     swap_space: int | None = None
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
@@ -93,8 +96,9 @@ class EngineConfig:
                 f"scheduling_policy must be one of {', '.join(get_args(SchedulingPolicy))}, "
                 f"not {self.scheduling_policy!r}."
             )
-        if not isinstance(self.trust_remote_code, bool):
-            raise ConfigError(f"trust_remote_code must be True or False, not {self.trust_remote_code!r}.")
+        for name in ("trust_remote_code", "preallocate_kv"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         _check_int("block_size", self.block_size, at_least=1)
         _check_int("num_kv_blocks", self.num_kv_blocks, at_least=2)
         _check_int("max_model_len", self.max_model_len, at_least=2)

@@ -1,7 +1,7 @@
 """Tokens a second of the engine on work that is the same everywhere, and what share of the machine's limit that is.
 
 What is timed is generation alone: from the first prompt handed over to the last answer. Loading, what is compiled at
-first use, and a warm-up with other prompts come before.
+first use, the KV pool's memory, and a warm-up with other prompts come before.
 """
 
 import gc
@@ -97,6 +97,7 @@ def bench_engine(
     With `python`, an interpreter that has a peer, that one works on the same rows after the engine, but for W5.
     Raises `ConfigError` for a model without a tokenizer, and what loading the model raises.
     """
+    options = {"preallocate_kv": True, **options}
     encode = encoder(config)
     workloads = build_workloads(encode, scale=scale)
     warm_ups = build_workloads(encode, scale=scale * _WARM_UP_SHARE, edition=1)

@@ -322,6 +322,9 @@ class EngineOptions:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.", rich_help_panel=_ENGINE)
     ] = False
+    preallocate_kv: Annotated[
+        bool, typer.Option("--preallocate-kv", help="Take all memory of the KV cache at once.", rich_help_panel=_ENGINE)
+    ] = False
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU's memory to use.", rich_help_panel=_ENGINE)
     ] = None

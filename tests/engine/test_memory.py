@@ -1,5 +1,6 @@
 """How large the KV pool becomes, and the full step that measures what it must leave free."""
 
+import psutil
 import pytest
 import torch
 
@@ -63,3 +64,17 @@ def test_the_measured_step_is_one_of_all_tokens_and_all_rows(tmp_path):
     loaded.decoder.logits = lambda hidden: (seen.append(len(hidden)), logits(hidden))[1]
     build._run_full_step(EngineConfig("m", block_size=8), loaded, CPU, max_num_seqs=6, max_num_batched_tokens=60)
     assert seen == [60, 6]
+
+
+@pytest.mark.parametrize("preallocate_kv", [False, True])
+def test_the_pool_is_touched_while_loading_if_that_is_asked_for(tmp_path, preallocate_kv):
+    config = EngineConfig(str(tiny_llama(tmp_path)), kv_cache_memory=256 * 2**20, preallocate_kv=preallocate_kv)
+    before = psutil.Process().memory_info().rss
+    engine = build.build_engine(config)
+    touched = psutil.Process().memory_info().rss - before
+    assert (touched > 250 * 2**20) == preallocate_kv, (touched, engine.info)
+
+
+def test_preallocate_kv_is_yes_or_no():
+    with pytest.raises(ConfigError, match="preallocate_kv must be True or False"):
+        EngineConfig("model", preallocate_kv="yes")
