@@ -75,9 +75,12 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         tasks=loaded.tasks,
         revision=loaded.revision,
     )
+    kv = _kv_cache(loaded, limits, device)
+    if config.preallocate_kv:
+        kv.data.zero_()
     return EngineCore(
         Scheduler(limits, adapters),
-        Runner(loaded.decoder, _kv_cache(config, loaded, limits, device), device, _host_cache(loaded, limits, device)),
+        Runner(loaded.decoder, kv, device, _host_cache(loaded, limits, device)),
         info,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
@@ -171,9 +174,9 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, re
     )
 
 
-def _kv_cache(config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache:
+def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache:
     model = loaded.config
-    kv = allocate_kv_cache(
+    return allocate_kv_cache(
         model.num_layers,
         limits.num_kv_blocks,
         limits.block_size,
@@ -182,9 +185,6 @@ def _kv_cache(config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig
         model.dtype,
         device,
     )
-    if config.preallocate_kv:
-        kv.data.zero_()
-    return kv
 
 
 def _host_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache | None:
