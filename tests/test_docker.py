@@ -1,7 +1,9 @@
 """The images and the compose file, as far as they can be held against the code without a container engine."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -227,7 +229,7 @@ def test_only_the_worker_image_carries_torch() -> None:
     with_torch = {
         name for name, stage in stages().items() if any("torch" in rest for word, rest in stage if word == "RUN")
     }
-    assert with_torch == {"torch", "worker"}
+    assert with_torch == {"torch", "installed", "kernels", "worker"}
 
 
 def test_images_install_what_pyproject_requires() -> None:
@@ -240,3 +242,25 @@ def test_images_install_what_pyproject_requires() -> None:
     assert printed("worker") == project["dependencies"] + project["optional-dependencies"]["worker"]
     with pytest.raises(subprocess.CalledProcessError):
         printed("no-such-extra")
+
+
+def environment_of(stage: str) -> dict[str, str]:
+    settings = [setting for word, rest in stages()[stage] if word == "ENV" for setting in shlex.split(rest)]
+    return dict(setting.split("=", 1) for setting in settings)
+
+
+def test_the_workers_image_brings_the_kernels_and_no_compiler(tmp_path: Path) -> None:
+    folder = environment_of("kernels")["PAGEMILL_KERNEL_CACHE"]
+    assert ("COPY", f"--from=kernels {folder} {folder}") in stages()["worker"]
+    assert environment_of("worker")["PAGEMILL_KERNEL_CACHE"] == folder
+    assert not any("g++" in rest for _, rest in stages()["worker"])
+    (step,) = [rest for word, rest in stages()["kernels"] if word == "RUN" and "kernels.cpu" in rest]
+    environment = {**os.environ, "PAGEMILL_KERNEL_CACHE": str(tmp_path / "kernels")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    subprocess.run(["sh", "-c", step], env=environment, cwd=ROOT, check=True, timeout=250)
+    served = "from kernels.cpu import extension; print(extension.is_served())"
+    without_compiler = {**environment, "CXX": "/nowhere/c++"}
+    done = subprocess.run(
+        [sys.executable, "-c", served], env=without_compiler, cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "True"

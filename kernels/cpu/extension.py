@@ -34,10 +34,10 @@ _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-ffp-contract=off")
 @cache
 def is_served() -> bool:
     """Whether `torch.ops.pagemill_cpu` is there; builds and loads it if need be."""
-    if os.environ.get("PAGEMILL_CPU_ISA") == "torch" or platform.machine() not in ("x86_64", "AMD64"):
+    if os.environ.get("PAGEMILL_CPU_ISA") == "torch" or not is_for_this_machine():
         return False
     try:
-        torch.ops.load_library(str(_built()))
+        torch.ops.load_library(str(built()))
         name = torch.ops.pagemill_cpu.instruction_set()
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         log.warning("the CPU kernels are not compiled, torch's own operations serve, slower: %s", _reason(error))
@@ -46,7 +46,15 @@ def is_served() -> bool:
     return True
 
 
-def _built() -> Path:
+def is_for_this_machine() -> bool:
+    """Whether the sources are for its kind of processor."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def built() -> Path:
+    """The library, compiled if it is not in the cache. Raises OSError without a compiler or a place to put it, and
+    CalledProcessError where the compiler fails.
+    """
     library = _cache_folder() / f"cpu-{_fingerprint()}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
