@@ -1,11 +1,13 @@
 """`python -m kernels.cpu` compiles the kernels now, for an image that is to have no compiler."""
 
+import logging
 import platform
 
 from kernels.cpu import extension
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
     if extension.is_for_this_machine():
-        print(extension.built())
+        logging.info("compiled: %s", extension.built())
     else:
-        print(f"nothing to compile for {platform.machine()}: torch's own operations serve")
+        logging.info("nothing to compile for %s: torch's own operations serve", platform.machine())
