@@ -109,7 +109,8 @@ class EngineCore:
     def _encode_some(self) -> None:
         """Keep as many requests ready to start as the scheduler wants. They are encoded a batch at a time."""
         batch_size = self.info.max_num_seqs
-        while self._unencoded and self.scheduler.num_wanted > len(self._grammars):
+        # Of grammars no more than a batch is compiled ahead: each may take megabytes.
+        while self._unencoded and len(self._grammars) < min(self.scheduler.num_wanted, batch_size):
             requests = [self._unencoded.popleft() for _ in range(min(batch_size, len(self._unencoded)))]
             # In runs, so that requests of both kinds keep their order.
             for pools, run in groupby(requests, lambda request: isinstance(request.params, PoolingParams)):

@@ -22,6 +22,7 @@ from engine.prefix_tree import Leaf, PrefixTree
 from engine.request import Request
 
 # How far the order looks ahead. The prompts of so many requests are encoded and in memory: at some 50 bytes a token.
+# Compiled grammars are larger: with a batch of them waiting, it looks no further.
 LOOKAHEAD_REQUESTS = 8192
 LOOKAHEAD_TOKENS = 2**21
 MAX_OVERTAKES = 2 * LOOKAHEAD_REQUESTS
@@ -107,7 +108,7 @@ class PrefixOrder:
         self._max_overtakes = max_overtakes
         self._trees: defaultdict[int, PrefixTree[Request]] = defaultdict(PrefixTree)  # by priority
         self._places: OrderedDict[int, _Place] = OrderedDict()  # by index, the oldest first
-        self._num_tokens = self._num_added = self._num_taken = 0
+        self._num_tokens = self._num_grammars = self._num_added = self._num_taken = 0
 
     def __len__(self) -> int:
         return len(self._places)
@@ -117,8 +118,8 @@ class PrefixOrder:
 
     @property
     def num_wanted(self) -> int:
-        ahead = LOOKAHEAD_REQUESTS if self._num_tokens < LOOKAHEAD_TOKENS else 0
-        return max(ahead, self._lookahead) - len(self)
+        is_light = self._num_tokens < LOOKAHEAD_TOKENS and self._num_grammars < self._lookahead
+        return max(LOOKAHEAD_REQUESTS if is_light else 0, self._lookahead) - len(self)
 
     def add(self, request: Request) -> None:
         """Put a request in its place. How long it will be is judged now, to within a factor of two."""
@@ -126,6 +127,7 @@ class PrefixOrder:
         leaf = Leaf(request, self._block_hashes(request), rank)
         self._num_added += 1
         self._num_tokens += request.num_prompt_tokens
+        self._num_grammars += _has_grammar(request)
         self._places[request.index] = _Place(leaf, self._num_taken + self._max_overtakes)
         self._trees[request.priority].add(leaf)
 
@@ -148,6 +150,7 @@ class PrefixOrder:
     def _forget(self, request: Request) -> None:
         del self._places[request.index]
         self._num_tokens -= request.num_prompt_tokens
+        self._num_grammars -= _has_grammar(request)
 
     def _block_hashes(self, request: Request) -> list[BlockHash]:
         """Of the prompt's blocks that could be found in the cache: not the last token's."""
@@ -163,3 +166,7 @@ class PrefixOrder:
         for start in range(0, count * self._block_size, self._block_size):
             hashes.append(block_hash(hashes[-1], request.prompt_token_ids[start : start + self._block_size]))
         return hashes
+
+
+def _has_grammar(request: Request) -> bool:
+    return request.sequences[0].matcher is not None

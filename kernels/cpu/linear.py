@@ -20,8 +20,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     out_features, in_features = weight.shape
     if weight.dtype != torch.bfloat16 or in_features % 2:
         return onednn_linear(weight, bias)
-    whole = F.pad(weight, (0, 0, 0, -out_features % _PANEL))
-    packed = whole.view(-1, 2, 16, in_features // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
+    packed = _packed(weight)
     wide_bias = None if bias is None else F.pad(bias.float(), (0, -out_features % _PANEL))
 
     def apply(x: Tensor) -> Tensor:
@@ -29,3 +28,18 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
         return out
 
     return apply
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """Lay out `[out_features, in_features]` as `linear.h` reads it: `[out / 32, in / 2, 2, 16, 2]`.
+
+    Nothing as large as the weight is allocated beside it: while a model is loaded, that would be most of the peak.
+    """
+    out_features, in_features = weight.shape
+    num_whole = out_features // _PANEL
+    packed = weight.new_zeros(-(-out_features // _PANEL), in_features // 2, 2, 16, 2)
+    panels = packed.permute(0, 2, 3, 1, 4)
+    panels[:num_whole] = weight[: num_whole * _PANEL].view(-1, 2, 16, in_features // 2, 2)
+    if len(rest := weight[num_whole * _PANEL :]):
+        panels[num_whole] = F.pad(rest, (0, 0, 0, _PANEL - len(rest))).view(2, 16, in_features // 2, 2)
+    return packed

@@ -353,6 +353,16 @@ def test_no_more_requests_wait_for_grammars_than_can_soon_run(held_compiler):
     assert {output.outputs[0].text for output in finish(core).values()} == {"yes"}
 
 
+def test_no_more_compiled_grammars_wait_than_two_batches_have():
+    core = text_core(toy_limits(max_num_seqs=2))
+    core.add_requests(NewRequest(index, "hello", YES) for index in range(20))
+    known = 0
+    while core.has_unfinished:
+        core.step()
+        known = max(known, core.stats().waiting - len(core._unencoded))
+    assert 0 < known <= 4
+
+
 def test_a_token_that_the_grammar_cannot_take_fails_its_request_and_not_the_engine(monkeypatch):
     monkeypatch.setattr(GrammarMasks, "fill", lambda self, rows: None)
     core = text_core()

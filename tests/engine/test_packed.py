@@ -16,7 +16,7 @@ VALUES = [
     TOKEN,
     ANSWER,
     RequestOutput(3, (4, 5), (ANSWER,), 2, None, (None, TOKEN)),
-    NewRequest(7, "prompt", SamplingParams(seed=1), b"salt", "adapter", 9),
+    NewRequest(7, "prompt", SamplingParams(seed=1), b"salt", "adapter", 9, 3, "job"),
 ]
 
 
