@@ -64,8 +64,8 @@ def test_a_prefix_is_read_once_for_all_that_share_it() -> None:
 
 
 def test_no_key_is_shared_that_one_of_the_sequences_does_not_see() -> None:
-    blocks = (1, 2, 3, 4)
-    plan = plan_of([Chunk(blocks, 127, 1), Chunk(blocks, 100, 1)], (4, 2))
+    blocks = (1, 2, 3, 4, 5)
+    plan = plan_of([Chunk(blocks, 130, 1), Chunk(blocks, 100, 1)], (4, 2))
     assert plan.items[:, 2].tolist() == [64]
 
 
