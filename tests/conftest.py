@@ -1,5 +1,6 @@
 """What the tests of all rooms share: servers, started once a session, and how hypothesis runs."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -7,6 +8,9 @@ import pytest
 
 from tests import servers
 from tests.servers import S3Server, ValkeyServer
+
+# Triton reads this when it is first imported, which may be before tests/kernels/triton is. No other test runs it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The time that an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("pagemill", deadline=None)

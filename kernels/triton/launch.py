@@ -1,0 +1,109 @@
+"""How kernels are launched on each architecture, and what of them is compiled without a card to see that it would run.
+
+To add a kernel:
+
+1. Name the rows of its launch parameters in `_TABLE` below: constexprs that are tuned (tile sizes), warps and stages. A
+   kernel whose tiles depend on a shape has a row for each case (`attention/256` for heads of 256, say). An architecture
+   without an entry takes that of the next lower one, so most rows need one for 80 only.
+2. Launch it with them: `launch = launch_for("rms_norm", x.device)`, then `kernel[grid](..., **launch.options)`.
+3. List what runs in production in `SPECIALISATIONS: tuple[Specialisation, ...]` at the end of the kernel's module: the
+   dtypes of the arguments, and the constexprs that are not in the row. Every module of `kernels.triton` has this list,
+   and every function named `..._kernel` is in it; `tests/kernels/triton/test_compile.py` finds them, and fails if one
+   is left out. It compiles each for every architecture, fails if a `hot` one spills registers or any needs more shared
+   memory than there is, and wants `wgmma` in those that are `matrix`. For a table of them:
+   `python -m tests.kernels.triton.offline PART_OF_NAME`.
+
+Nothing is tuned while a job runs: a first batch that times ten variants of a kernel stalls, and each process might
+choose another one, with other bits in the results.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    """Launch parameters: constexprs by name, and how many warps and software-pipeline stages a program has."""
+
+    meta: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of a launch."""
+        return {**self.meta, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+class Specialisation(NamedTuple):
+    """One variant of a kernel that is compiled by itself.
+
+    Attributes:
+        kernel: A function under `triton.jit`.
+        launch: The row of the launch table whose parameters it takes.
+        arguments: By name, without those that the row holds. For a constexpr, its value; for others the type as in
+            Triton's signatures (`*bf16`, `i32`, `fp32`), followed by `:16` where it is a multiple of 16, as pointers to
+            tensors nearly always are; None for a tensor that is left out.
+        hot: Whether a step of the engine spends enough in it for spilled registers to be an error.
+        matrix: Whether it multiplies matrices of more than a few rows, so that sm_90 must do so by `wgmma`.
+        float8: Whether it handles float8_e4m3fn, which sm_89 is the first to have.
+        variant: What tells it from other specialisations of the kernel in the same row.
+    """
+
+    kernel: Any
+    launch: str
+    arguments: Mapping[str, Any]
+    hot: bool = False
+    matrix: bool = False
+    float8: bool = False
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, (self.kernel.__name__, self.launch, self.variant)))
+
+    @property
+    def architectures(self) -> tuple[int, ...]:
+        """What it is compiled for."""
+        return (89, 90, 100) if self.float8 else (80, 86, 90, 100)
+
+
+# Bytes that one program may have. What 100 and 90 have is 228 KiB, of which the driver keeps one.
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+# By row, then architecture.
+_TABLE: dict[str, dict[int, Launch]] = {}
+
+
+def launch_for(row: str, device: torch.device) -> Launch:
+    """Return the launch parameters of `row` of the table for the architecture of `device`."""
+    return launch_on(row, architecture_of(device))
+
+
+@cache
+def launch_on(row: str, architecture: int) -> Launch:
+    """Return the launch parameters of `row` of the table for an architecture, such as 90 for sm_90.
+
+    Raises `LookupError` if no architecture as low as this has an entry.
+    """
+    entries = _TABLE[row]
+    # sm_120 follows sm_100 in number only: it has the shared memory and the matrix instructions of sm_89.
+    ceiling = 89 if architecture // 10 == 12 else architecture
+    fitting = [known for known in entries if known <= ceiling]
+    if not fitting:
+        raise LookupError(f"{row} does not run on sm_{architecture}: it needs sm_{min(entries)}.")
+    return entries[max(fitting)]
+
+
+@cache
+def architecture_of(device: torch.device) -> int:
+    """Return a CUDA device's compute capability as a number, such as 90.
+
+    Of a CPU, on which only Triton's interpreter runs, it is 100: every kernel has launch parameters for that.
+    """
+    if device.type == "cpu":
+        return 100
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
