@@ -8,6 +8,11 @@ Map of the cache, for one layer (`L`) of a model with `H` KV heads:
     one block:  head 0: [block_size, head_dim]  head 1: [...]  ...  head H-1     contiguous: gathering is a memcpy
 
     slot = block * block_size + offset           names one token's place in every layer at once
+
+A cache of 8-bit numbers has a float32 scale beside them for each token and head of the keys, and one of the values:
+
+    scales[L, 0 or 1]        block 0 | block 1 | ...             one block:  [H, block_size]
+    number = data * scale                                        see `kernels.reference.quantize_heads`
 """
 
 import math
@@ -20,6 +25,8 @@ import torch
 from torch import Tensor
 
 NULL_BLOCK = 0
+LARGEST_QUANTIZED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The dtypes that are stored with scales, and what the largest number of a token's head becomes in them."""
 _HUGE_PAGE = 2 << 20
 
 
@@ -38,16 +45,22 @@ class AttentionBatch(NamedTuple):
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+    """Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`, and their scales.
+
+    The scales are `[num_blocks, num_kv_heads, block_size]` float32, or None for a dtype that is stored without.
+    """
 
     key: Tensor
     value: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
 
 class KVCache(NamedTuple):
-    """The keys and values of all layers in one allocation."""
+    """The keys and values of all layers in one allocation, and their scales in another where the dtype has any."""
 
     data: Tensor  # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+    scales: Tensor | None = None  # [num_layers, 2, num_blocks, num_kv_heads, block_size] float32
 
     @property
     def num_blocks(self) -> int:
@@ -57,13 +70,18 @@ class KVCache(NamedTuple):
     def block_size(self) -> int:
         return self.data.shape[4]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the cache consists of; dimension 2 of each is the block."""
+        return [self.data] if self.scales is None else [self.data, self.scales]
+
     def layer(self, index: int) -> LayerKV:
-        return LayerKV(self.data[index, 0], self.data[index, 1])
+        return LayerKV(*(part for tensor in self.tensors for part in tensor[index].unbind()))
 
     def layers(self) -> list[LayerKV]:
         """All layers at once, which costs about as much as one of them."""
-        parts = self.data.flatten(0, 1).unbind()
-        return [LayerKV(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        parts = [tensor.flatten(0, 1).unbind() for tensor in self.tensors]
+        return [LayerKV(*layer) for layer in zip(*(part[kind::2] for part in parts for kind in (0, 1)), strict=True)]
 
 
 def allocate_kv_cache(
@@ -82,13 +100,18 @@ def allocate_kv_cache(
     Zeroing gigabytes would touch pages that a small job never needs, and takes seconds. `pin_memory` is for a cache on
     the host: a GPU copies from it and to it while the host goes on.
     """
-    shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
-    if device.type == "cpu" and not pin_memory:
-        data = _in_huge_pages(math.prod(shape), dtype).view(shape)
-    else:
-        data = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
-    data[:, :, NULL_BLOCK].zero_()
-    return KVCache(data)
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if device.type == "cpu" and not pin_memory:
+            tensor = _in_huge_pages(math.prod(shape), dtype).view(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        tensor[:, :, NULL_BLOCK].zero_()
+        return tensor
+
+    shape = (num_layers, 2, num_blocks, num_kv_heads, block_size)
+    data = allocate((*shape, head_dim), dtype)
+    return KVCache(data, allocate(shape, torch.float32) if dtype in LARGEST_QUANTIZED else None)
 
 
 def _in_huge_pages(size: int, dtype: torch.dtype) -> Tensor:
@@ -111,15 +134,17 @@ def copy_block(source: KVCache, src: int, target: KVCache, dst: int) -> None:
     Caches of one shape but for `num_blocks`. Between a GPU and pinned memory the copy takes its place in the current
     stream, and the host does not wait for it.
     """
-    if source.data.device == target.data.device:
-        target.data[:, :, dst].copy_(source.data[:, :, src])
-        return
-    # One contiguous piece at a time: what is strided would go from device to device through a temporary tensor.
-    pieces, places = source.data.flatten(0, 1)[:, src], target.data.flatten(0, 1)[:, dst]
-    for piece, place in zip(pieces, places, strict=True):
-        place.copy_(piece, non_blocking=True)
+    for origin, goal in zip(source.tensors, target.tensors, strict=True):
+        if origin.device == goal.device:
+            goal[:, :, dst].copy_(origin[:, :, src])
+            continue
+        # One contiguous piece at a time: what is strided would go from device to device through a temporary tensor.
+        pieces, places = origin.flatten(0, 1)[:, src], goal.flatten(0, 1)[:, dst]
+        for piece, place in zip(pieces, places, strict=True):
+            place.copy_(piece, non_blocking=True)
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes that one token's keys and values take in all layers together."""
-    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    """Return the bytes that one token's keys and values take in all layers together, their scales among them."""
+    scale_bytes = torch.float32.itemsize if dtype in LARGEST_QUANTIZED else 0
+    return 2 * num_layers * num_kv_heads * (head_dim * dtype.itemsize + scale_bytes)

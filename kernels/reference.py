@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.cache import AttentionBatch, LayerKV
+from kernels.cache import LARGEST_QUANTIZED, AttentionBatch, LayerKV
 
 Expert = Callable[[Tensor], Tensor]
 """`[num_tokens, hidden_size]` to the same, row by row."""
@@ -162,16 +162,47 @@ def mixture_of_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: 
     return out.to(x.dtype)
 
 
+def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x, `[num_tokens, num_kv_heads, head_dim]`, in a dtype of `LARGEST_QUANTIZED`, and the scale of each head.
+
+    A scale, `[num_tokens, num_kv_heads]` float32, is a normal number, so that a head of zeros stays one. What is not
+    finite in a head makes its scale NaN.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1)
+    limit = LARGEST_QUANTIZED[dtype]
+    scales = (largest / limit).clamp_(min=torch.finfo(torch.float32).tiny)
+    values = (wide / scales.unsqueeze(-1)).nan_to_num_().clamp_(-limit, limit)
+    if not dtype.is_floating_point:
+        values.round_()
+    return values.to(dtype), scales.where(largest.isfinite(), torch.nan)
+
+
+def dequantize_heads(stored: Tensor, scales: Tensor | None) -> Tensor:
+    """Return in float32 what a cache holds, `[..., head_dim]`, by its scales, `[...]`, where its dtype has any."""
+    return stored.float() if scales is None else stored.float() * scales.unsqueeze(-1)
+
+
 def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
-    """Store each token's key and value, `[num_tokens, num_kv_heads, head_dim]`, at its slot; slot -1 stores nothing."""
+    """Store each token's key and value, `[num_tokens, num_kv_heads, head_dim]`, at its slot; slot -1 stores nothing.
+
+    They become numbers of the cache's dtype: quantised, each token's head by itself, where that has scales.
+    """
     num_kv_heads, block_size, head_dim = layer.key.shape[1:]
     slots = slot_mapping.clamp(min=0).unsqueeze(1)
     heads = torch.arange(num_kv_heads, device=slots.device)
     rows = ((slots // block_size * num_kv_heads + heads) * block_size + slots % block_size).flatten()
     # What stores nothing writes zeros over the null block's zeros, so that no device is asked which tokens these are.
-    skipped = (slot_mapping < 0)[:, None, None]
-    for cache, new in ((layer.key, key), (layer.value, value)):
-        cache.view(-1, head_dim).index_copy_(0, rows, new.masked_fill(skipped, 0).flatten(0, 1))
+    skipped = slot_mapping < 0
+    for cache, scales, new in ((layer.key, layer.key_scales, key), (layer.value, layer.value_scales, value)):
+        if scales is None:
+            stored = new.to(cache.dtype)
+        else:
+            stored, new_scales = quantize_heads(new, cache.dtype)
+            scales.view(-1).index_copy_(0, rows, new_scales.masked_fill(skipped[:, None], 0).flatten())
+            # Of the 8-bit numbers, few operations serve any but the integers.
+            cache, stored = cache.view(torch.int8), stored.view(torch.int8)
+        cache.view(-1, head_dim).index_copy_(0, rows, stored.masked_fill(skipped[:, None, None], 0).flatten(0, 1))
 
 
 class QueryKeyNorms(NamedTuple):
@@ -193,6 +224,19 @@ class QueryKeyNorms(NamedTuple):
         return norm(x.unflatten(1, (-1, len(weight))), weight, self.eps).flatten(1)
 
 
+def split_qkv(
+    qkv: Tensor, norms: QueryKeyNorms, rotation: tuple[Tensor, Tensor] | None, num_kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a fused projection's queries, keys and values, each `[num_tokens, heads, head_dim]`; see `write_qkv`."""
+    kv_size = num_kv_heads * head_dim
+    query, key, value = qkv.split((qkv.shape[1] - 2 * kv_size, kv_size, kv_size), dim=1)
+    query, key = norms.normalise(query, norms.query), norms.normalise(key, norms.key)
+    query, key, value = (x.unflatten(1, (-1, head_dim)) for x in (query, key, value))
+    if rotation is not None:
+        query, key = rotary_embedding(query, key, *rotation)
+    return query, key, value
+
+
 def write_qkv(
     qkv: Tensor, norms: QueryKeyNorms, rotation: tuple[Tensor, Tensor] | None, layer: LayerKV, slot_mapping: Tensor
 ) -> Tensor:
@@ -202,14 +246,7 @@ def write_qkv(
     `[num_tokens, num_heads, head_dim]`, and keys are normed and then turned by `rotation`, cosine and sine of
     `rotary_embedding`; None turns nothing.
     """
-    num_kv_heads, head_dim = layer.key.shape[1], layer.key.shape[3]
-    kv_size = num_kv_heads * head_dim
-    query: Tensor
-    query, key, value = qkv.split((qkv.shape[1] - 2 * kv_size, kv_size, kv_size), dim=1)
-    query, key = norms.normalise(query, norms.query), norms.normalise(key, norms.key)
-    query, key, value = (x.unflatten(1, (-1, head_dim)) for x in (query, key, value))
-    if rotation is not None:
-        query, key = rotary_embedding(query, key, *rotation)
+    query, key, value = split_qkv(qkv, norms, rotation, layer.key.shape[1], layer.key.shape[3])
     write_kv(key, value, layer, slot_mapping)
     return query
 
@@ -238,8 +275,12 @@ def paged_attention(
     start = 0
     for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         blocks = batch.block_tables[row, : -(-context_len // block_size)]
-        key = layer.key[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context_len].float()
-        value = layer.value[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context_len].float()
+        key, value = (
+            dequantize_heads(cache[blocks], None if scales is None else scales[blocks])
+            .transpose(0, 1)
+            .reshape(num_kv_heads, -1, head_dim)[:, :context_len]
+            for cache, scales in ((layer.key, layer.key_scales), (layer.value, layer.value_scales))
+        )
         rows = query[start : start + query_len].float().unflatten(1, (num_kv_heads, -1))
         scores = torch.einsum("qhgd,hkd->hgqk", rows, key) * scale
         if softcap is not None:

@@ -70,12 +70,12 @@ def as_written(kv: KVCache, batch: AttentionBatch) -> KVCache:
 
     What blocks hold beyond the contexts was written first, by their former owners.
     """
-    own = KVCache(torch.full_like(kv.data, float("nan")))
-    own.data[:, :, 0] = 0
+    own = allocate_kv_cache(1, kv.num_blocks, kv.block_size, kv.data.shape[3], kv.data.shape[5], kv.data.dtype, CPU)
+    own.data[:, :, 1:] = float("nan")
     everything = torch.arange(kv.block_size, kv.num_blocks * kv.block_size)
     for slots in (everything, _context_slots(batch, kv.block_size)):
         blocks, offsets = slots // kv.block_size, slots % kv.block_size
-        key, value = (cache[blocks, :, offsets] for cache in kv.layer(0))
+        key, value = (cache[blocks, :, offsets] for cache in kv.layer(0)[:2])
         kernels_for(CPU).write_kv(key, value, own.layer(0), slots)
     return own
 
@@ -105,7 +105,7 @@ def attend_by_definition(query: Tensor, kv: KVCache, batch: AttentionBatch, vari
 
 def naive_attention(query: Tensor, kv: KVCache, chunks: list[Chunk], variant: Variant) -> Tensor:
     """One query token and one head at a time, in float64, as the formula reads."""
-    key, value = kv.layer(0)
+    key, value = kv.layer(0)[:2]
     block_size, group = kv.block_size, query.shape[1] // key.shape[1]
     rows = []
     row = 0
@@ -150,7 +150,7 @@ def test_the_definition_is_torchs_own_attention_under_an_explicit_mask(heads, he
     chunk = Chunk((3, 1, 4, 2), 9, 50)
     kv = filled_cache([chunk], 16, heads[1], head_dim, torch.float32)
     query = torch.randn(50, heads[0], head_dim)
-    key, value = (cache[list(chunk.blocks)].transpose(0, 1).flatten(1, 2)[:, :59] for cache in kv.layer(0))
+    key, value = (cache[list(chunk.blocks)].transpose(0, 1).flatten(1, 2)[:, :59] for cache in kv.layer(0)[:2])
     mask = torch.ones(50, 59, dtype=torch.bool).tril(9)
     if window:
         mask = mask.triu(9 - window + 1)
