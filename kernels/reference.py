@@ -178,9 +178,9 @@ def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values.to(dtype), scales.where(largest.isfinite(), torch.nan)
 
 
-def dequantize_heads(stored: Tensor, scales: Tensor | None) -> Tensor:
-    """Return in float32 what a cache holds, `[..., head_dim]`, by its scales, `[...]`, where its dtype has any."""
-    return stored.float() if scales is None else stored.float() * scales.unsqueeze(-1)
+def dequantize_heads(stored: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return what a cache holds, `[..., head_dim]`, in `dtype`; scales `[...]`, or None where it needs none."""
+    return stored.to(dtype) if scales is None else (stored.float() * scales.unsqueeze(-1)).to(dtype)
 
 
 def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
@@ -276,7 +276,7 @@ def paged_attention(
     for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
         blocks = batch.block_tables[row, : -(-context_len // block_size)]
         key, value = (
-            dequantize_heads(cache[blocks], None if scales is None else scales[blocks])
+            dequantize_heads(cache[blocks], None if scales is None else scales[blocks], torch.float32)
             .transpose(0, 1)
             .reshape(num_kv_heads, -1, head_dim)[:, :context_len]
             for cache, scales in ((layer.key, layer.key_scales), (layer.value, layer.value_scales))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.cache import NULL_BLOCK, AttentionBatch, KVCache, LayerKV
+from kernels.reference import dequantize_heads
 
 _TILE = 64
 # oneDNN changes kernels, and with them the order of sums, on key counts that are no multiple of its own tiles.
@@ -64,7 +65,9 @@ def plan_attention(batch: AttentionBatch, kv: KVCache, num_heads: int, window: i
     plan = []
     for (num_queries, padded_blocks), tiles in sorted(groups.items()):
         score_bytes = num_queries * num_heads * padded_blocks * kv.block_size * torch.float32.itemsize
-        for part in _cut(tiles, padded_blocks * kv.data[0, 0, 0].nbytes + score_bytes):
+        # What has scales is multiplied with them in their dtype.
+        block_bytes = kv.data[0, 0, 0].numel() * kv.tensors[-1].itemsize
+        for part in _cut(tiles, padded_blocks * block_bytes + score_bytes):
             plan.append(_lay_out(part, num_queries, padded_blocks, batch, kv, window))
     return tuple(plan)
 
@@ -91,7 +94,7 @@ def _attend(
     # The query heads of a KV head are rows of one product, so that keys are read once and never expanded.
     folded = query.view(group.num_tiles, -1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim).transpose(1, 2)
     rows = folded.reshape(group.num_tiles * num_kv_heads, -1, head_dim)
-    key = _gather(layer.key, group)
+    key = _gather(layer.key, layer.key_scales, group, query.dtype)
     scores = torch.bmm(rows, key.transpose(1, 2)).view(*folded.shape[:-1], -1).float().mul_(scale)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
@@ -101,7 +104,8 @@ def _attend(
     if weights.shape[1] == 1:
         # Over thousands of keys a row alone is summed in another order than the same row among others.
         weights = weights.expand(-1, 2, -1)
-    attended = torch.bmm(weights, _gather(layer.value, group))[:, : rows.shape[1]]
+    value = _gather(layer.value, layer.value_scales, group, query.dtype)
+    attended = torch.bmm(weights, value)[:, : rows.shape[1]]
     return attended.view(folded.shape).transpose(1, 2).reshape(query.shape)
 
 
@@ -114,10 +118,15 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :padded_len]
 
 
-def _gather(cache: Tensor, group: TileGroup) -> Tensor:
-    """Copy blocks side by side: `[num_tiles * num_kv_heads, padded_len, head_dim]`."""
+def _gather(cache: Tensor, scales: Tensor | None, group: TileGroup, dtype: torch.dtype) -> Tensor:
+    """Copy blocks side by side, as numbers of `dtype`: `[num_tiles * num_kv_heads, padded_len, head_dim]`."""
     _, num_kv_heads, block_size, head_dim = cache.shape
-    rows = cache.view(-1, block_size * head_dim).index_select(0, group.head_blocks).view(-1, head_dim)
+    # The bits are gathered, since few operations serve 8-bit floating-point numbers.
+    bits = cache if scales is None else cache.view(torch.int8)
+    stored = bits.view(-1, block_size * head_dim).index_select(0, group.head_blocks).view(-1, head_dim)
+    if scales is not None:
+        scales = scales.view(-1, block_size).index_select(0, group.head_blocks).flatten()
+    rows = dequantize_heads(stored.view(cache.dtype), scales, dtype)
     # Neither -inf nor a zero weight silences a NaN or infinity that a block's former owner left.
     rows.index_fill_(0, group.stale, 0)
     return rows.view(group.num_tiles * num_kv_heads, -1, head_dim)
