@@ -10,8 +10,8 @@ To add a kernel:
    dtypes of the arguments, and the constexprs that are not in the row. Every module of `kernels.triton` has this list,
    and every function named `..._kernel` is in it; `tests/kernels/triton/test_compile.py` finds them, and fails if one
    is left out. It compiles each for every architecture, fails if a `hot` one spills registers or any needs more shared
-   memory than there is, and wants `wgmma` in those that are `matrix`. For a table of them:
-   `python -m tests.kernels.triton.offline PART_OF_NAME`.
+   memory than there is, and wants `wgmma` in those that are `matrix`. For a table of some modules' kernels:
+   `python -m tests.kernels.triton.offline w4a16 norms`.
 
 Nothing is tuned while a job runs: a first batch that times ten variants of a kernel stalls, and each process might
 choose another one, with other bits in the results.
@@ -74,7 +74,26 @@ class Specialisation(NamedTuple):
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 # By row, then architecture.
-_TABLE: dict[str, dict[int, Launch]] = {}
+_TABLE: dict[str, dict[int, Launch]] = {
+    "activate_and_mul": {80: Launch({"BLOCK": 1024})},
+    "move_blocks": {80: Launch({"BLOCK": 1024})},
+    # By the longest row.
+    "rms_norm/1024": {80: Launch({}, num_warps=4)},
+    "rms_norm/4096": {80: Launch({}, num_warps=8)},
+    "rms_norm/8192": {80: Launch({}, num_warps=16)},
+    "rms_norm": {80: Launch({}, num_warps=32)},
+    "dequantize_int4": {80: Launch({"BLOCK_N": 32})},
+    "sum_splits": {80: Launch({"BLOCK": 512})},
+    # By the most tokens that a tile takes.
+    "w4a16/16": {
+        80: Launch({"BLOCK_N": 64, "BLOCK_M": 16}, num_stages=5),
+        90: Launch({"BLOCK_N": 128, "BLOCK_M": 16}, num_stages=5),
+    },
+    "w4a16/64": {
+        80: Launch({"BLOCK_N": 64, "BLOCK_M": 64}, num_stages=3),
+        90: Launch({"BLOCK_N": 128, "BLOCK_M": 64}, num_warps=8, num_stages=4),
+    },
+}
 
 
 def launch_for(row: str, device: torch.device) -> Launch:

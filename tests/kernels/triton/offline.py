@@ -1,6 +1,6 @@
 """Compiles every specialisation of the Triton kernels for every architecture, on a machine without a card.
 
-    python -m tests.kernels.triton.offline [--json PATH] [PART_OF_NAME ...]
+    python -m tests.kernels.triton.offline [--json PATH] [MODULE ...]
 
 It runs in a process of its own, in which Triton does not interpret, and prints what the machine code takes. Triton's
 cache (`TRITON_CACHE_DIR`) keeps what has been compiled before.
@@ -53,15 +53,19 @@ class Compiled:
     wgmma: bool = False
 
 
-def kernel_modules() -> list[ModuleType]:
-    """Return the modules of `kernels.triton` that hold kernels."""
+def kernel_modules() -> list[str]:
+    """Return the names of the modules of `kernels.triton` that hold kernels."""
     names = [module.name for module in pkgutil.iter_modules(kernels.triton.__path__)]
-    return [importlib.import_module(f"kernels.triton.{name}") for name in names if name not in _WITHOUT_KERNELS]
+    return [name for name in names if name not in _WITHOUT_KERNELS]
 
 
 def specialisations() -> list[Specialisation]:
-    """Return all that are listed, in an order that is the same in every process."""
-    return [one for module in kernel_modules() for one in module.SPECIALISATIONS]
+    """Return all that are listed."""
+    return [one for name in kernel_modules() for one in _module(name).SPECIALISATIONS]
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"kernels.triton.{name}")
 
 
 def signature_of(one: Specialisation, meta: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
@@ -87,9 +91,9 @@ def signature_of(one: Specialisation, meta: dict[str, Any]) -> tuple[dict[str, s
     return types, constants, attributes
 
 
-def compile_one(index: int, architecture: int) -> Compiled:
-    """Compile `specialisations()[index]`."""
-    one = specialisations()[index]
+def compile_one(module: str, index: int, architecture: int) -> Compiled:
+    """Compile one of a module's specialisations."""
+    one = _module(module).SPECIALISATIONS[index]
     about = {"name": one.name, "architecture": architecture, "hot": one.hot, "matrix": one.matrix}
     try:
         launch = launch_on(one.launch, architecture)
@@ -98,7 +102,9 @@ def compile_one(index: int, architecture: int) -> Compiled:
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     except Exception as error:  # noqa: BLE001
-        # Whatever it is belongs in the table, beside the kernel's name.
+        # Whatever it is belongs in the table, beside the kernel's name. The first of its causes says most.
+        while error.__cause__ is not None:
+            error = error.__cause__
         return Compiled(**about, error=f"{type(error).__name__}: {error}")
     registers, spills = _usage(compiled.asm["cubin"])
     wgmma = "wgmma.mma_async" in compiled.asm["ptx"]
@@ -119,12 +125,12 @@ def _usage(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def compile_all(parts_of_names: Sequence[str]) -> Iterator[Compiled]:
-    """Compile the specialisations whose name contains one of `parts_of_names`, or all of them if there are none."""
+def compile_all(modules: Sequence[str]) -> Iterator[Compiled]:
+    """Compile the specialisations of some modules, in their order."""
     work = [
-        (index, architecture)
-        for index, one in enumerate(specialisations())
-        if not parts_of_names or any(part in one.name for part in parts_of_names)
+        (module, index, architecture)
+        for module in modules
+        for index, one in enumerate(_module(module).SPECIALISATIONS)
         for architecture in one.architectures
     ]
     # LLVM has threads, which a fork would lose.
@@ -137,20 +143,20 @@ def unlisted_kernels() -> list[str]:
     """Return the functions named `..._kernel` that no specialisation compiles."""
     listed = {one.kernel.__name__ for one in specialisations()}
     return [
-        f"{module.__name__}.{name}"
+        f"{module}.{name}"
         for module in kernel_modules()
-        for name, value in inspect.getmembers(module, lambda member: isinstance(member, triton.runtime.KernelInterface))
+        for name, _ in inspect.getmembers(_module(module), lambda it: isinstance(it, triton.runtime.KernelInterface))
         if name.endswith("_kernel") and name not in listed
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART_OF_NAME", help="only what has one of these in its name")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as w4a16; all, if none is named")
     parser.add_argument("--json", type=Path, help="write the table here as JSON too")
     options = parser.parse_args()
     rows = []
-    for row in compile_all(options.parts):
+    for row in compile_all(options.modules or kernel_modules()):
         rows.append(asdict(row))
         figures = f"{row.registers:4} registers {row.spills:5} B spilled {row.shared:7} B shared"
         figures += " wgmma" if row.wgmma else ""
