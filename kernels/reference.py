@@ -178,6 +178,19 @@ def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values.to(dtype), scales.where(largest.isfinite(), torch.nan)
 
 
+def add_rms_norm_float8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, in_float32: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `add_rms_norm`, or `add_rms_norm_float32`, with the norm in float8_e4m3fn and a scale for each token.
+
+    That is `(values, scales, x + residual)`, values `[num_tokens, hidden_size]` and scales `[num_tokens]` float32, as
+    `quantize_heads` makes them.
+    """
+    normed, residual = (add_rms_norm_float32 if in_float32 else add_rms_norm)(x, residual, weight, eps)
+    values, scales = quantize_heads(normed.unsqueeze(1), torch.float8_e4m3fn)
+    return values.squeeze(1), scales.squeeze(1), residual
+
+
 def dequantize_heads(stored: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return what a cache holds, `[..., head_dim]`, in `dtype`; scales `[...]`, or None where it needs none."""
     return stored.to(dtype) if scales is None else (stored.float() * scales.unsqueeze(-1)).to(dtype)

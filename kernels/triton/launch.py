@@ -82,6 +82,36 @@ _TABLE: dict[str, dict[int, Launch]] = {
     "rms_norm/4096": {80: Launch({}, num_warps=8)},
     "rms_norm/8192": {80: Launch({}, num_warps=16)},
     "rms_norm": {80: Launch({}, num_warps=32)},
+    # By the head's size, padded to a power of two. A tile of queries has BLOCK_M rows, of keys BLOCK_N.
+    "attention/64": {
+        80: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=4, num_stages=3),
+        90: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=3),
+    },
+    "attention/128": {
+        80: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=2),
+        86: Launch({"BLOCK_M": 128, "BLOCK_N": 32}, num_warps=8, num_stages=2),
+        90: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=3),
+    },
+    "attention/256": {
+        80: Launch({"BLOCK_M": 64, "BLOCK_N": 32}, num_warps=8, num_stages=2),
+        90: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=2),
+    },
+    "attention/float32": {80: Launch({"BLOCK_M": 16, "BLOCK_N": 16}, num_warps=4, num_stages=1)},
+    "decode/64": {80: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=3)},
+    "decode/128": {
+        80: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+        86: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=2),
+        90: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=3),
+    },
+    "decode/256": {
+        80: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=2),
+        86: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=1),
+        90: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=2),
+    },
+    "decode/float32": {80: Launch({"BLOCK_N": 32}, num_warps=4, num_stages=1)},
+    "merge": {80: Launch({}, num_warps=4)},
+    "write_kv": {80: Launch({}, num_warps=4)},
+    "write_qkv": {80: Launch({}, num_warps=4)},
     "dequantize_int4": {80: Launch({"BLOCK_N": 32})},
     "sum_splits": {80: Launch({"BLOCK": 512})},
     # By the most tokens that a tile takes.
