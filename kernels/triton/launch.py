@@ -76,7 +76,10 @@ SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 
 # By row, then architecture.
 _TABLE: dict[str, dict[int, Launch]] = {
     "activate_and_mul": {80: Launch({"BLOCK": 1024})},
+    "advance_rows": {80: Launch({"BLOCK": 256})},
+    "build_inputs": {80: Launch({"BLOCK": 1024})},
     "move_blocks": {80: Launch({"BLOCK": 1024})},
+    "token_bitmask": {80: Launch({"WORDS": 64})},
     # By the longest row.
     "rms_norm/1024": {80: Launch({}, num_warps=4)},
     "rms_norm/4096": {80: Launch({}, num_warps=8)},
@@ -113,6 +116,20 @@ _TABLE: dict[str, dict[int, Launch]] = {
     "write_kv": {80: Launch({}, num_warps=4)},
     "write_qkv": {80: Launch({}, num_warps=4)},
     "dequantize_int4": {80: Launch({"BLOCK_N": 32})},
+    # By the most tokens that a tile takes.
+    "float8/16": {
+        89: Launch({"BLOCK_N": 64, "BLOCK_M": 16}, num_stages=4),
+        90: Launch({"BLOCK_N": 128, "BLOCK_M": 16}, num_stages=5),
+    },
+    "float8/64": {
+        89: Launch({"BLOCK_N": 64, "BLOCK_M": 64}, num_stages=3),
+        90: Launch({"BLOCK_N": 128, "BLOCK_M": 64}, num_stages=4),
+    },
+    "float8/128": {
+        89: Launch({"BLOCK_N": 128, "BLOCK_M": 128}, num_warps=8, num_stages=3),
+        90: Launch({"BLOCK_N": 128, "BLOCK_M": 128}, num_warps=8, num_stages=4),
+    },
+    "quantize_float8": {89: Launch({"BLOCK_M": 8})},
     "sum_splits": {80: Launch({"BLOCK": 512})},
     # By the most tokens that a tile takes.
     "w4a16/16": {
