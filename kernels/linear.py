@@ -1,14 +1,68 @@
 """Linear layers whose weight has been laid out once for the machine that will multiply by it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import reference
+
 Linear = Callable[[Tensor], Tensor]
 """`[num_tokens, in_features]` to `[num_tokens, out_features]`, in the weight's dtype."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+ActivateAndMul = Callable[[Tensor], Tensor]
+"""Gate and up `[num_tokens, 2 * intermediate_size]`, gate first, to `activation(gate) * up`."""
+
+
+class PackLinear(Protocol):
+    """Lays out a weight `[out_features, in_features]` and its bias `[out_features]`."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+
+
+class GateUp(NamedTuple):
+    """The projections of gate and up as one product, and the activation that follows: together, or one by one where
+    something is added between them. Both ways have the same bits.
+    """
+
+    product: Linear
+    activate_and_mul: ActivateAndMul
+    activated: Linear
+
+    @classmethod
+    def of(cls, product: Linear, activate_and_mul: ActivateAndMul) -> "GateUp":
+        """Return one whose activation is a pass of its own."""
+        return cls(product, activate_and_mul, lambda x: activate_and_mul(product(x)))
+
+
+class PackGateUp(Protocol):
+    """Lays out a weight `[2 * intermediate_size, in_features]`, gate first, and its bias."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> GateUp: ...
+
+
+REFERENCE_ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
+    "silu": reference.silu_and_mul,
+    "gelu": reference.gelu_and_mul,
+    "gelu_tanh": reference.gelu_tanh_and_mul,
+}
+
+
+def gate_up_packer(
+    pack_linear: PackLinear, activations: Mapping[Activation, ActivateAndMul] = REFERENCE_ACTIVATIONS
+) -> PackGateUp:
+    """Return what packs gate and up with `pack_linear`, to be followed by a pass of one of `activations`."""
+
+    def pack(weight: Tensor, bias: Tensor | None, activation: Activation) -> GateUp:
+        return GateUp.of(pack_linear(weight, bias), activations[activation])
+
+    return pack
+
 
 # oneDNN chooses the packed layout for a batch of this many rows; measured good from 1 to 2048 rows.
 _BATCH_HINT = 64

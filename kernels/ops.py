@@ -15,13 +15,16 @@ from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, c
 from kernels.cpu import attention, extension, glue, sampling
 from kernels.cpu import int8 as compiled_int8
 from kernels.cpu import linear as compiled_linear
-from kernels.linear import Linear
+from kernels.linear import ActivateAndMul, Activation, GateUp, Linear, PackGateUp, PackLinear, gate_up_packer
 from kernels.reference import Expert, QueryKeyNorms
 
 __all__ = [
+    "ActivateAndMul",
+    "Activation",
     "AttentionBatch",
     "AttentionPlan",
     "Expert",
+    "GateUp",
     "KVCache",
     "Kernels",
     "LayerKV",
@@ -48,10 +51,6 @@ class _AddRmsNorm(Protocol):
 
 class _RotaryEmbedding(Protocol):
     def __call__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-class _ActivateAndMul(Protocol):
-    def __call__(self, gate_up: Tensor) -> Tensor: ...
 
 
 class _ClampedSwiglu(Protocol):
@@ -103,10 +102,6 @@ class _GumbelArgmax(Protocol):
     def __call__(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor: ...
 
 
-class _PackLinear(Protocol):
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
-
-
 class Kernels(NamedTuple):
     """One implementation of each operation; `plan_attention` prepares what a step's layers of one window share."""
 
@@ -115,17 +110,19 @@ class Kernels(NamedTuple):
     rms_norm_float32: _RmsNorm
     add_rms_norm_float32: _AddRmsNorm
     rotary_embedding: _RotaryEmbedding
-    silu_and_mul: _ActivateAndMul
-    gelu_and_mul: _ActivateAndMul
-    gelu_tanh_and_mul: _ActivateAndMul
+    silu_and_mul: ActivateAndMul
+    gelu_and_mul: ActivateAndMul
+    gelu_tanh_and_mul: ActivateAndMul
     clamped_swiglu: _ClampedSwiglu
     mixture_of_experts: _MixtureOfExperts
     write_kv: _WriteKV
     write_qkv: _WriteQkv
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
-    pack_linear: _PackLinear
-    pack_int8_linear: _PackLinear
+    pack_linear: PackLinear
+    pack_gate_up: PackGateUp
+    pack_int8_linear: PackLinear
+    pack_int8_gate_up: PackGateUp
     largest: _Largest
     gumbel_argmax: _GumbelArgmax
 
@@ -146,7 +143,9 @@ _TORCH = Kernels(
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,
     pack_linear=linear.plain_linear,
+    pack_gate_up=gate_up_packer(linear.plain_linear),
     pack_int8_linear=int8.int8_linear,
+    pack_int8_gate_up=gate_up_packer(int8.int8_linear),
     largest=reference.largest,
     gumbel_argmax=reference.gumbel_argmax,
 )
@@ -154,7 +153,11 @@ _TORCH = Kernels(
 
 @cache
 def _of_cpu() -> Kernels:
-    kernels = _TORCH._replace(pack_linear=linear.onednn_linear, gumbel_argmax=gumbel_cpu.gumbel_argmax)
+    kernels = _TORCH._replace(
+        pack_linear=linear.onednn_linear,
+        pack_gate_up=gate_up_packer(linear.onednn_linear),
+        gumbel_argmax=gumbel_cpu.gumbel_argmax,
+    )
     if not extension.is_served():
         return kernels
     return kernels._replace(
@@ -171,7 +174,9 @@ def _of_cpu() -> Kernels:
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
         pack_linear=compiled_linear.packed_linear,
+        pack_gate_up=compiled_linear.packed_gate_up,
         pack_int8_linear=compiled_int8.int8_linear,
+        pack_int8_gate_up=compiled_int8.int8_gate_up,
         largest=sampling.largest,
         gumbel_argmax=sampling.gumbel_argmax,
     )

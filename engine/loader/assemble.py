@@ -1,22 +1,23 @@
 """From a source of tensors to a decoder: one tensor at a time, fused, packed for the device, and dropped."""
 
 from collections.abc import Container, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.config import Quantize
 from engine.errors import ModelNotSupported
-from engine.loader.experts import ExpertReader
+from engine.loader.experts import ExpertReader, ExpertWeights
 from engine.loader.pages import empty_in_own_pages
 from engine.loader.sources import TensorSource, check_shapes
 from engine.models.config import MixtureConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
 from engine.models.expert_names import ExpertNames
 from engine.models.families import Family, WeightNames, expected_shapes
-from engine.models.mlp import DenseFeedForward, FeedForward, activate_and_mul
-from engine.models.moe import GatedExpert, MixtureOfExperts, expert_activation
-from kernels.ops import Linear, kernels_for
+from engine.models.mlp import DenseFeedForward, FeedForward
+from engine.models.moe import GatedExpert, MixtureOfExperts
+from kernels.ops import GateUp, Linear, kernels_for
 
 _NAMES_SHOWN = 5
 # Frequencies that older versions of Transformers stored in every layer, and that the configuration gives as well.
@@ -79,6 +80,7 @@ class _Builder:
         self._device = device
         self._kernels = kernels_for(device)
         self.pack_linear = self._kernels.pack_int8_linear if quantize else self._kernels.pack_linear
+        self._pack_gate_up = self._kernels.pack_int8_gate_up if quantize else self._kernels.pack_gate_up
         heads = (config.num_heads, config.num_kv_heads)
         self._permuted = dict(zip(names.qkv, heads, strict=False)) if family.permuted_rope else {}
 
@@ -116,23 +118,31 @@ class _Builder:
         names, config = self._names, self._config
         if names.experts is not None and (mixture := config.mixture_of(layer)) is not None:
             return self._mixture(mixture, names.experts, layer)
-        return DenseFeedForward(
-            layer,
-            gate_up=self.linear(names.gate_up, bias=config.mlp_bias, layer=layer),
-            down=self.linear([names.down], bias=config.mlp_bias, layer=layer),
-            activate_and_mul=activate_and_mul(self._kernels, config.activation),
-        )
+        gate_up = self._gate_up(names.gate_up, layer)
+        return DenseFeedForward(layer, gate_up, self.linear([names.down], bias=config.mlp_bias, layer=layer))
+
+    def _gate_up(self, templates: Sequence[str], layer: int) -> GateUp:
+        config = self._config
+        weight = self._fused(templates, "weight", layer)
+        bias = self._fused(templates, "bias", layer) if config.mlp_bias else None
+        return self._pack_gate_up(weight, bias, config.activation)
 
     def _mixture(self, mixture: MixtureConfig, names: ExpertNames, layer: int) -> MixtureOfExperts:
         config = self._config
         reader = ExpertReader(self._source, names, bias=mixture.bias, dtype=config.dtype, device=self._device)
-        activate = expert_activation(config, mixture, self._kernels)
         experts = []
         for expert in range(mixture.num_experts):
             weights = reader.read(layer, expert)
-            gate_up = self.pack_linear(weights.gate_up, weights.gate_up_bias)
-            experts.append(GatedExpert(gate_up, self.pack_linear(weights.down, weights.down_bias), activate))
+            gate_up = self._expert_gate_up(mixture, weights)
+            experts.append(GatedExpert(gate_up, self.pack_linear(weights.down, weights.down_bias)))
         return MixtureOfExperts(mixture, self._router(names, layer, bias=mixture.bias), experts, self._kernels)
+
+    def _expert_gate_up(self, mixture: MixtureConfig, weights: ExpertWeights) -> GateUp:
+        if mixture.clamped_swiglu is None:
+            return self._pack_gate_up(weights.gate_up, weights.gate_up_bias, self._config.activation)
+        alpha, limit = mixture.clamped_swiglu
+        activate = partial(self._kernels.clamped_swiglu, alpha=alpha, limit=limit)
+        return GateUp.of(self.pack_linear(weights.gate_up, weights.gate_up_bias), activate)
 
     def _router(self, names: ExpertNames, layer: int, *, bias: bool) -> Linear:
         # Never quantised: it is small, and an error in it takes other experts.

@@ -18,8 +18,9 @@ from engine.loader.fields import Fields
 from engine.loader.headless import with_head
 from engine.loader.hf_rope import Rope, read_rope
 from engine.loader.json_file import read_json
-from engine.models.config import Activation, LayerConfig, MixtureConfig, ModelConfig
+from engine.models.config import LayerConfig, MixtureConfig, ModelConfig
 from engine.models.families import FAMILIES, SWITCHES, Family
+from kernels.linear import Activation
 
 _SUPPORTED = f"Architectures that run: {', '.join(sorted(FAMILIES))}."
 _ACTIVATIONS: dict[str, Activation] = {

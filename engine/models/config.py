@@ -5,6 +5,8 @@ from typing import Literal
 
 import torch
 
+from kernels.linear import Activation
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -47,9 +49,6 @@ class LayerConfig:
 
     rope: RopeConfig | None
     window: int | None = None
-
-
-Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)

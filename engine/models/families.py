@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.models.adapters import Projection
-from engine.models.config import Activation, ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.expert_names import ExpertLayout, ExpertNames
+from kernels.linear import Activation
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -1,16 +1,11 @@
 """What follows attention in a layer: the interface, and the dense kind."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.models.adapters import Adapters, project
-from engine.models.config import Activation
-from kernels.ops import Kernels, Linear
-
-ActivateAndMul = Callable[[Tensor], Tensor]
-"""Gate and up `[num_tokens, 2 * intermediate_size]` to `activation(gate) * up`."""
+from kernels.ops import GateUp, Linear
 
 
 class FeedForward(Protocol):
@@ -23,22 +18,15 @@ class FeedForward(Protocol):
 class DenseFeedForward:
     """`down(activation(gate(x)) * up(x))`, with gate and up as one product; `layer` is its place in the decoder."""
 
-    def __init__(self, layer: int, gate_up: Linear, down: Linear, activate_and_mul: ActivateAndMul) -> None:
+    def __init__(self, layer: int, gate_up: GateUp, down: Linear) -> None:
         self._layer = layer
         self._gate_up = gate_up
         self._down = down
-        self._activate_and_mul = activate_and_mul
 
     def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
-        gate_up = project(self._gate_up, x, self._layer, "gate_up", adapters)
-        return project(self._down, self._activate_and_mul(gate_up), self._layer, "down", adapters)
+        return project(self._down, self._activated(x, adapters), self._layer, "down", adapters)
 
-
-def activate_and_mul(kernels: Kernels, activation: Activation) -> ActivateAndMul:
-    """Return the kernel that applies `activation` to the gate."""
-    by_name: dict[Activation, ActivateAndMul] = {
-        "silu": kernels.silu_and_mul,
-        "gelu": kernels.gelu_and_mul,
-        "gelu_tanh": kernels.gelu_tanh_and_mul,
-    }
-    return by_name[activation]
+    def _activated(self, x: Tensor, adapters: Adapters | None) -> Tensor:
+        if adapters is None:
+            return self._gate_up.activated(x)
+        return self._gate_up.activate_and_mul(project(self._gate_up.product, x, self._layer, "gate_up", adapters))

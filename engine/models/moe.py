@@ -2,26 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from engine.models.adapters import Adapters
-from engine.models.config import MixtureConfig, ModelConfig
-from engine.models.mlp import ActivateAndMul, activate_and_mul
-from kernels.ops import Expert, Kernels, Linear
+from engine.models.config import MixtureConfig
+from kernels.ops import Expert, GateUp, Kernels, Linear
 
 
 @dataclass(frozen=True, slots=True)
 class GatedExpert:
     """One expert: `down(activation(gate(x)) * up(x))`, with gate and up as one product."""
 
-    gate_up: Linear
+    gate_up: GateUp
     down: Linear
-    activate_and_mul: ActivateAndMul
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.activate_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up.activated(x))
 
 
 class MixtureOfExperts:
@@ -56,11 +53,3 @@ class MixtureOfExperts:
         if self._config.normalized:
             return expert_ids, top.softmax(-1)
         return expert_ids, (top - logits.logsumexp(-1, keepdim=True)).exp()
-
-
-def expert_activation(config: ModelConfig, mixture: MixtureConfig, kernels: Kernels) -> ActivateAndMul:
-    """Return what the experts of a model apply between their two products."""
-    if mixture.clamped_swiglu is not None:
-        alpha, limit = mixture.clamped_swiglu
-        return partial(kernels.clamped_swiglu, alpha=alpha, limit=limit)
-    return activate_and_mul(kernels, config.activation)

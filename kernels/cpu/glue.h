@@ -174,13 +174,18 @@ inline Floats gelu(Floats x) {
 }
 
 template <Floats (*activate)(Floats)>
+inline Floats weighed(Floats gate, Floats up) {
+  return mul(rounded(activate(gate)), up);
+}
+
+template <Floats (*activate)(Floats)>
 inline void gate_rows(const GateCall& call) {
 #pragma omp parallel for schedule(static) if (call.num_tokens * call.size > kOneThread)
   for (int64_t token = 0; token < call.num_tokens; ++token) {
     const bf16 *gate = call.gate_up + token * 2 * call.size, *up = gate + call.size;
     bf16* out = call.out + token * call.size;
     by_sixteens(call.size, [&](ptrdiff_t i, ptrdiff_t left) __attribute__((always_inline)) {
-      store_some(out + i, mul(rounded(activate(widen_some(gate + i, left))), widen_some(up + i, left)), left);
+      store_some(out + i, weighed<activate>(widen_some(gate + i, left), widen_some(up + i, left)), left);
     });
   }
 }

@@ -1,9 +1,12 @@
 """Norms, rotations and activations in C++, one pass over memory each. Other types than bfloat16 are torch's."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.linear import ActivateAndMul, Activation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,3 +71,10 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
         return reference.gelu_tanh_and_mul(gate_up)
     out: Tensor = torch.ops.pagemill_cpu.gelu_tanh_and_mul(gate_up)
     return out
+
+
+ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+}

@@ -1,12 +1,12 @@
 // Products of 8-bit integers: rows are quantised one by one as they come, weights were when they were packed.
 //
-// weight  [out / 32][in / 4][2][16][4], `out` padded with zeros to whole panels of 32, `in` to blocks of 64: what is
-//         multiplied by the same four numbers of a row lies side by side
+// weight  [panels][in / 4][2][16][4], padded with zeros to whole panels, see outputs.h, and `in` to blocks of 64: what
+//         is multiplied by the same four numbers of a row lies side by side
 //
 // Sums of integers are exact, so that a row has the same bits whatever shares its batch.
 #pragma once
 
-#include "glue.h"
+#include "outputs.h"
 #include "panels.h"
 #include "shapes.h"
 #include "simd.h"
@@ -177,6 +177,7 @@ struct Int8Tiles {
 #pragma GCC unroll 16
       for (int r = 0; r < rows; ++r) add_products(sums[r], x + r * size + i, weights);
     }
+    ProductTile tile(row, rows, panel);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
       const Floats scale = fill(call.row_scales[row + r]);
@@ -186,11 +187,9 @@ struct Int8Tiles {
         first = add(first, load(call.bias + column));
         second = add(second, load(call.bias + column + 16));
       }
-      const ptrdiff_t left = call.out_size - column;
-      bf16* out = call.out + (row + r) * call.out_size + column;
-      store_some(out, first, left);
-      if (left > 16) store_some(out + 16, second, left - 16);
+      tile.set(r, first, second);
     }
+    store_tile(call.outputs, tile);
   }
 };
 

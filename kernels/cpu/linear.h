@@ -1,12 +1,12 @@
 // Products of bfloat16, summed in float32.
 //
-// weight  [out / 32][in / 2][2][16][2], `out` padded with zeros to whole panels of 32: what is multiplied by the same
+// weight  [panels][in / 2][2][16][2], padded with zeros to whole panels, see outputs.h: what is multiplied by the same
 //         pair of a row lies side by side
 //
 // Each row is summed from its first input to its last, so that it has the same bits whatever shares its batch.
 #pragma once
 
-#include "glue.h"
+#include "outputs.h"
 #include "panels.h"
 #include "shapes.h"
 #include "simd.h"
@@ -18,8 +18,7 @@ struct LinearTiles {
 
   template <int rows>
   void multiply(int64_t row, ptrdiff_t panel) const {
-    const ptrdiff_t column = panel * kPanel;
-    const bf16* weight = call.weight + column * call.in_size;
+    const bf16* weight = call.weight + panel * kPanel * call.in_size;
     const bf16* x = call.x + row * call.x_stride;
     Floats first[rows], second[rows];
 #pragma GCC unroll 16
@@ -33,17 +32,16 @@ struct LinearTiles {
         second[r] = dot(second[r], both, v);
       }
     }
-    const ptrdiff_t left = call.out_size - column;
+    ProductTile tile(row, rows, panel);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
       if (call.bias) {
-        first[r] = add(first[r], load(call.bias + column));
-        second[r] = add(second[r], load(call.bias + column + 16));
+        first[r] = add(first[r], load(call.bias + panel * kPanel));
+        second[r] = add(second[r], load(call.bias + panel * kPanel + 16));
       }
-      bf16* out = call.out + (row + r) * call.out_size + column;
-      store_some(out, first[r], left);
-      if (left > 16) store_some(out + 16, second[r], left - 16);
+      tile.set(r, first[r], second[r]);
     }
+    store_tile(call.outputs, tile);
   }
 };
 

@@ -3,13 +3,15 @@
 Faster than oneDNN's on Zen 4 at every number of rows: by 1.2 at 64, by 1.6 at 8.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.linear import Linear, onednn_linear
-
-_PANEL = 32
+from kernels.cpu import glue
+from kernels.cpu.panels import GATES, PANEL, gates_beside_ups, whole_panels
+from kernels.linear import Activation, GateUp, Linear, gate_up_packer, onednn_linear
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -17,29 +19,53 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
     Other types than bfloat16, and rows of an odd size, are oneDNN's.
     """
-    out_features, in_features = weight.shape
-    if weight.dtype != torch.bfloat16 or in_features % 2:
+    if not _is_served(weight):
         return onednn_linear(weight, bias)
-    packed = _packed(weight)
-    wide_bias = None if bias is None else F.pad(bias.float(), (0, -out_features % _PANEL))
+    packed = _empty_panels(-(-len(weight) // PANEL), weight)
+    _fill(packed.permute(0, 2, 3, 1, 4), weight)
+    wide_bias = None if bias is None else whole_panels(bias.float())
+    return _linear(packed, wide_bias, len(weight), "plain")
 
+
+def packed_gate_up(weight: Tensor, bias: Tensor | None, activation: Activation) -> GateUp:
+    """Return the product of gate and up, as `packed_linear` has it, and activated where it is stored."""
+    if not _is_served(weight):
+        return gate_up_packer(onednn_linear, glue.ACTIVATIONS)(weight, bias, activation)
+    size = len(weight) // 2
+    packed = _empty_panels(-(-size // GATES), weight)
+    for panels, half in zip(packed.permute(2, 0, 3, 1, 4), weight.split(size), strict=True):
+        _fill(panels, half)
+    wide_bias = None if bias is None else gates_beside_ups(bias.float())
+    return GateUp(
+        product=_linear(packed, wide_bias, size, "gate_up"),
+        activate_and_mul=glue.ACTIVATIONS[activation],
+        activated=_linear(packed, wide_bias, size, activation),
+    )
+
+
+def _is_served(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+
+
+def _linear(packed: Tensor, bias: Tensor | None, size: int, kind: str) -> Linear:
     def apply(x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.pagemill_cpu.linear(x, packed, wide_bias, out_features)
+        out: Tensor = torch.ops.pagemill_cpu.linear(x, packed, bias, size, kind)
         return out
 
     return apply
 
 
-def _packed(weight: Tensor) -> Tensor:
-    """Lay out `[out_features, in_features]` as `linear.h` reads it: `[out / 32, in / 2, 2, 16, 2]`.
+def _empty_panels(num_panels: int, weight: Tensor) -> Tensor:
+    return weight.new_zeros(num_panels, weight.shape[1] // 2, 2, 16, 2)
+
+
+def _fill(panels: Tensor, weight: Tensor) -> None:
+    """Copy rows `[out_features, in_features]` to panels `[num_panels, .., in_features / 2, 2]` of zeros.
 
     Nothing as large as the weight is allocated beside it: while a model is loaded, that would be most of the peak.
     """
-    out_features, in_features = weight.shape
-    num_whole = out_features // _PANEL
-    packed = weight.new_zeros(-(-out_features // _PANEL), in_features // 2, 2, 16, 2)
-    panels = packed.permute(0, 2, 3, 1, 4)
-    panels[:num_whole] = weight[: num_whole * _PANEL].view(-1, 2, 16, in_features // 2, 2)
-    if len(rest := weight[num_whole * _PANEL :]):
-        panels[num_whole] = F.pad(rest, (0, 0, 0, _PANEL - len(rest))).view(2, 16, in_features // 2, 2)
-    return packed
+    in_panel = prod(panels.shape[1:-2])
+    num_whole = len(weight) // in_panel
+    panels[:num_whole] = weight[: num_whole * in_panel].view(num_whole, *panels.shape[1:])
+    if len(rest := weight[num_whole * in_panel :]):
+        panels[num_whole] = F.pad(rest, (0, 0, 0, in_panel - len(rest))).view(panels.shape[1:])

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "shapes.h"
 
@@ -236,9 +237,29 @@ Tensor activate_and_mul(const Tensor& gate_up, Activation activation) {
   return out;
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t out_size) {
+OutputKind output_kind(const std::string& name) {
+  if (name == "plain") return OutputKind::plain;
+  if (name == "gate_up") return OutputKind::gate_up;
+  if (name == "silu") return OutputKind::silu;
+  if (name == "gelu") return OutputKind::gelu;
+  TORCH_CHECK(name == "gelu_tanh", "no kind of outputs: ", name);
+  return OutputKind::gelu_tanh;
+}
+
+// An empty tensor for a product's rows, and how they are stored in it.
+std::pair<Tensor, Outputs> outputs_of(const Tensor& x, const Tensor& weight, int64_t size, const std::string& name) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "rows must be contiguous");
   TORCH_CHECK(weight.is_contiguous() && weight.dim() == 5, "the weight must be packed");
+  const OutputKind kind = output_kind(name);
+  const int64_t in_panel = kind == OutputKind::plain ? 32 : 16;
+  TORCH_CHECK(weight.size(0) == (size + in_panel - 1) / in_panel, "the weight has no ", size, " outputs");
+  Tensor out = at::empty({x.size(0), kind == OutputKind::gate_up ? 2 * size : size}, x.options());
+  return {out, {mutable_bits(out), ptrdiff_t(size), kind}};
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t size,
+              const std::string& kind) {
+  auto [out, outputs] = outputs_of(x, weight, size, kind);
   TORCH_CHECK(x.size(1) == 2 * weight.size(1), "rows of ", 2 * weight.size(1), " are wanted, not of ", x.size(1));
   LinearCall call{};
   call.x = bits(x);
@@ -247,34 +268,31 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   call.bias = bias ? bias->const_data_ptr<float>() : nullptr;
   call.rows = x.size(0);
   call.in_size = x.size(1);
-  call.out_size = out_size;
-  Tensor out = at::empty({call.rows, out_size}, x.options());
-  call.out = mutable_bits(out);
+  call.panels = weight.size(0);
+  call.outputs = outputs;
   operations().linear(call);
   return out;
 }
 
 Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scales, const Tensor& weight_sums,
-                   const std::optional<Tensor>& bias, int64_t out_size) {
-  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1, "rows must be contiguous");
-  TORCH_CHECK(weight.is_contiguous() && weight.dim() == 5, "the weight must be packed");
+                   const std::optional<Tensor>& bias, int64_t size, const std::string& kind) {
+  auto [out, outputs] = outputs_of(x, weight, size, kind);
   Int8Call call{};
   call.x = bits(x);
   call.x_stride = x.stride(0);
   call.rows = x.size(0);
   call.in_size = x.size(1);
   call.in_padded = weight.size(1) * weight.size(4);
-  call.out_size = out_size;
+  call.panels = weight.size(0);
   Tensor quantized = at::empty({call.rows, call.in_padded}, x.options().dtype(at::kByte));
   Tensor row_scales = at::empty({call.rows}, x.options().dtype(at::kFloat));
-  Tensor out = at::empty({call.rows, out_size}, x.options());
   call.quantized = quantized.mutable_data_ptr<uint8_t>();
   call.row_scales = row_scales.mutable_data_ptr<float>();
   call.weight = weight.const_data_ptr<int8_t>();
   call.weight_scales = weight_scales.const_data_ptr<float>();
   call.weight_sums = weight_sums.const_data_ptr<int32_t>();
   call.bias = bias ? bias->const_data_ptr<float>() : nullptr;
-  call.out = mutable_bits(out);
+  call.outputs = outputs;
   operations().int8_linear(call);
   return out;
 }
@@ -332,10 +350,10 @@ TORCH_LIBRARY(pagemill_cpu, library) {
       "Tensor? sin, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> Tensor",
       write_qkv);
   library.def("silu_and_mul(Tensor gate_up) -> Tensor", silu_and_mul);
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias, int out_size) -> Tensor", linear);
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias, int size, str kind) -> Tensor", linear);
   library.def(
-      "int8_linear(Tensor x, Tensor weight, Tensor weight_scales, Tensor weight_sums, Tensor? bias, int out_size) "
-      "-> Tensor",
+      "int8_linear(Tensor x, Tensor weight, Tensor weight_scales, Tensor weight_sums, Tensor? bias, int size, "
+      "str kind) -> Tensor",
       int8_linear);
   library.def("gelu_and_mul(Tensor gate_up) -> Tensor", gelu_and_mul);
   library.def("gelu_tanh_and_mul(Tensor gate_up) -> Tensor", gelu_tanh_and_mul);

@@ -39,7 +39,7 @@ inline void multiply_block(const Tiles& tiles, int64_t first, int64_t rows, ptrd
 // All rows through all panels; by all threads of a parallel region together.
 template <typename Tiles>
 inline void multiply_panels(const Tiles& tiles) {
-  const ptrdiff_t panels = (tiles.call.out_size + kPanel - 1) / kPanel;
+  const ptrdiff_t panels = tiles.call.panels;
   const int64_t blocks = (tiles.call.rows + kRowBlock - 1) / kRowBlock;
 #pragma omp for schedule(static)
   for (int64_t item = 0; item < blocks * panels; ++item) {

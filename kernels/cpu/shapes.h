@@ -103,14 +103,23 @@ struct GumbelCall {
   bool* sure;       // whether no other token comes so close that rounding decides
 };
 
+// What a product becomes. All but the first are of gate and up, and all but the first two activate it.
+enum class OutputKind { plain, gate_up, silu, gelu, gelu_tanh };
+
+struct Outputs {
+  uint16_t* out;   // [rows, size] bfloat16; of the kind `gate_up` [rows, 2 * size], gate first
+  ptrdiff_t size;
+  OutputKind kind;
+};
+
 struct LinearCall {
   const uint16_t* x;  // [rows, in_size] bfloat16, a row every `x_stride`
   ptrdiff_t x_stride;
   const uint16_t* weight;  // packed, see linear.h
-  const float* bias;       // [out_size] padded to whole panels, or null
-  uint16_t* out;           // [rows, out_size] bfloat16
+  const float* bias;       // [panels, 32], or null
+  Outputs outputs;
   int64_t rows;
-  ptrdiff_t in_size, out_size;
+  ptrdiff_t in_size, panels;
 };
 
 struct Int8Call {
@@ -119,10 +128,10 @@ struct Int8Call {
   uint8_t* quantized;          // [rows, in_padded], written
   float* row_scales;           // [rows], written
   const int8_t* weight;        // packed, see int8.h
-  const float* weight_scales;  // [out_size] padded to whole panels, as are the next two
+  const float* weight_scales;  // [panels, 32], as are the next two
   const int32_t* weight_sums;  // of each output's weights
   const float* bias;           // or null
-  uint16_t* out;               // [rows, out_size] bfloat16
+  Outputs outputs;
   int64_t rows;
-  ptrdiff_t in_size, in_padded, out_size;
+  ptrdiff_t in_size, in_padded, panels;
 };

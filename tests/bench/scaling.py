@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,8 +24,8 @@ import torch
 from engine.machine import usable_cores
 from engine.models.config import LayerConfig, ModelConfig, RopeConfig
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
-from engine.models.mlp import DenseFeedForward, activate_and_mul
-from kernels.ops import kernels_for, kv_bytes_per_token
+from engine.models.mlp import DenseFeedForward
+from kernels.ops import Linear, kernels_for, kv_bytes_per_token
 from tests.bench.machine import processor
 from workers.bench_ceilings import gemm_rate
 from workers.bench_flops import flops
@@ -91,16 +91,21 @@ def random_decoder(config: ModelConfig, head_norms: bool) -> Decoder:
     heads = config.num_heads + 2 * config.num_kv_heads
     one, head_norm = torch.ones(config.hidden_size).bfloat16(), torch.ones(config.head_dim).bfloat16()
 
-    def linear(out_features: int, in_features: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        return kernels.pack_linear((torch.randn(out_features, in_features) * 0.02).bfloat16(), None)
+    def weight(out_features: int, in_features: int) -> torch.Tensor:
+        return (torch.randn(out_features, in_features) * 0.02).bfloat16()
+
+    def linear(out_features: int, in_features: int) -> Linear:
+        return kernels.pack_linear(weight(out_features, in_features), None)
 
     def layer(index: int) -> LayerWeights:
-        gate_up = linear(2 * config.intermediate_size, config.hidden_size)
+        gate_up = kernels.pack_gate_up(
+            weight(2 * config.intermediate_size, config.hidden_size), None, config.activation
+        )
         down = linear(config.hidden_size, config.intermediate_size)
         return LayerWeights(
             qkv=linear(heads * config.head_dim, config.hidden_size),
             attention_out=linear(config.hidden_size, config.num_heads * config.head_dim),
-            feed_forward=DenseFeedForward(index, gate_up, down, activate_and_mul(kernels, config.activation)),
+            feed_forward=DenseFeedForward(index, gate_up, down),
             input_norm=one,
             feed_forward_norm=one,
             query_norm=head_norm if head_norms else None,

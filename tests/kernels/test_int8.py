@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels import int8, reference
 from kernels.cpu import extension
 from kernels.cpu import int8 as compiled
-from kernels.linear import Linear
+from kernels.linear import REFERENCE_ACTIVATIONS, Activation, Linear, PackGateUp, gate_up_packer
 
 Pack = Callable[[Tensor, Tensor | None], Linear]
 
@@ -23,9 +23,12 @@ SHAPES = [(1, 576, 960), (13, 100, 77), (97, 33, 1), (200, 64, 33), (5, 1, 5), (
 """Rows, inputs and outputs: whole tiles, parts of them, one row, and sizes that fit no vector."""
 
 PACKERS = [pytest.param(int8.int8_linear, id="torch")]
+GATE_UP_PACKERS = [pytest.param(gate_up_packer(int8.int8_linear), id="torch")]
 if extension.is_served():
     PACKERS.append(pytest.param(compiled.int8_linear, id="compiled"))
+    GATE_UP_PACKERS.append(pytest.param(compiled.int8_gate_up, id="compiled"))
 every_packer = pytest.mark.parametrize("pack", PACKERS)
+every_gate_up_packer = pytest.mark.parametrize("pack", GATE_UP_PACKERS)
 
 
 def normal(*shape: int) -> Tensor:
@@ -46,6 +49,39 @@ def test_a_linear_has_the_bits_of_the_definition(
     x, weight = normal(rows, inputs), normal(outputs, inputs)
     bias = normal(outputs) if has_bias else None
     assert torch.equal(pack(weight, bias)(x), defined(x, weight, bias))
+
+
+@every_gate_up_packer
+@pytest.mark.parametrize(("rows", "inputs", "size"), [(1, 576, 96), (13, 100, 17), (97, 33, 1), (25, 1536, 40)])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gated_linear_has_the_bits_of_the_product_gated_after(
+    pack: PackGateUp, rows: int, inputs: int, size: int, activation: Activation, has_bias: bool
+) -> None:
+    x, weight = normal(rows, inputs + 3)[:, 3:], normal(2 * size, inputs)
+    bias = normal(2 * size) if has_bias else None
+    gate_up, product = pack(weight, bias, activation), defined(x.contiguous(), weight, bias)
+    assert torch.equal(gate_up.product(x), product)
+    assert torch.equal(gate_up.activated(x), gate_up.activate_and_mul(product))
+    exact = REFERENCE_ACTIVATIONS[activation](product.double())
+    # Rounded after the activation and after the product.
+    torch.testing.assert_close(gate_up.activated(x).double(), exact, atol=2e-5, rtol=2**-6)
+
+
+@every_gate_up_packer
+def test_a_gated_row_has_the_same_bits_in_any_company(pack: PackGateUp) -> None:
+    x, linear = normal(150, 200), pack(normal(66, 200), normal(66), "silu").activated
+    together = linear(x)
+    for size in (1, 2, 12, 13, 97):
+        assert torch.equal(torch.cat([linear(part) for part in x.split(size)]), together), size
+
+
+@every_gate_up_packer
+def test_gates_of_other_types_keep_their_type(pack: PackGateUp) -> None:
+    x, weight = torch.randn(5, 64), torch.randn(34, 64)
+    gated = pack(weight, None, "silu").activated(x)
+    assert gated.dtype == torch.float32
+    assert torch.equal(gated, reference.silu_and_mul(defined(x, weight)))
 
 
 def test_the_definition_is_within_the_rounding_of_both_factors() -> None:

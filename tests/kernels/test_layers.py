@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from kernels.linear import REFERENCE_ACTIVATIONS
 from kernels.ops import kernels_for
 
 KERNELS = kernels_for(torch.device("cpu"))
@@ -88,6 +89,18 @@ def test_a_gate_weighs_the_second_half_by_the_first(activate_and_mul, formula):
     exact = formula(gate.double()) * up.double()
     got = activate_and_mul(torch.cat((gate, up), dim=-1))
     torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_a_packed_gate_up_is_the_gated_product(dtype, activation):
+    weight, bias = torch.randn(96, 80).to(dtype), torch.randn(96).to(dtype)
+    x = torch.randn(17, 80).to(dtype)
+    gate_up, product = KERNELS.pack_gate_up(weight, bias, activation), KERNELS.pack_linear(weight, bias)(x)
+    assert torch.equal(gate_up.product(x), product)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    exact = REFERENCE_ACTIVATIONS[activation](product.double())
+    torch.testing.assert_close(gate_up.activated(x).double(), exact, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -14,9 +14,10 @@ HIDDEN, INTERMEDIATE = 48, 32
 
 
 def expert(dtype: torch.dtype) -> Expert:
-    gate_up = KERNELS.pack_linear(torch.randn(2 * INTERMEDIATE, HIDDEN).to(dtype) / 4, torch.randn(64).to(dtype))
+    weight, bias = torch.randn(2 * INTERMEDIATE, HIDDEN).to(dtype) / 4, torch.randn(2 * INTERMEDIATE).to(dtype)
+    gate_up = KERNELS.pack_gate_up(weight, bias, "silu")
     down = KERNELS.pack_linear(torch.randn(HIDDEN, INTERMEDIATE).to(dtype) / 4, None)
-    return lambda x: down(KERNELS.silu_and_mul(gate_up(x)))
+    return lambda x: down(gate_up.activated(x))
 
 
 def routing(num_tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
