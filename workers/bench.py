@@ -123,7 +123,9 @@ def engine(
     scale: Annotated[float, typer.Option(min=0.001, max=1, help="Measure this share of the rows, for a look.")] = 1.0,
     peer: Annotated[
         str | None,
-        typer.Option(help="A Python interpreter that has vLLM or OpenVINO GenAI: how many times its tokens a second."),
+        typer.Option(
+            help="A Python interpreter that has vLLM, OpenVINO GenAI or llama.cpp: how many times its tokens a second."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

