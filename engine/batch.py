@@ -88,6 +88,7 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBa
             slot_mapping=on_device(slots),
             query_lens=tuple(lengths.tolist()),
             context_lens=tuple(context_lengths.tolist()),
+            host_block_tables=block_tables,
         ),
         logits_rows=on_device(np.repeat(query_start[1:] - 1, num_samples)),
         sampling=_sampling_batch(plan.rows, device),

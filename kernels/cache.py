@@ -21,6 +21,7 @@ import sys
 from contextlib import suppress
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class AttentionBatch(NamedTuple):
     slot_mapping: Tensor  # [num_tokens] int64, block * block_size + offset; -1 writes nothing
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
+    host_block_tables: np.ndarray | None = None  # without them, no kernel looks for blocks that sequences share
 
 
 class LayerKV(NamedTuple):

@@ -7,9 +7,8 @@ To add a kernel:
    without an entry takes that of the next lower one, so most rows need one for 80 only.
 2. Launch it with them: `launch = launch_for("rms_norm", x.device)`, then `kernel[grid](..., **launch.options)`.
 3. List what runs in production in `SPECIALISATIONS: tuple[Specialisation, ...]` at the end of the kernel's module: the
-   dtypes of the arguments, and the constexprs that are not in the row. Every module of `kernels.triton` has this list,
-   and every function named `..._kernel` is in it; `tests/kernels/triton/test_compile.py` finds them, and fails if one
-   is left out. It compiles each for every architecture, fails if a `hot` one spills registers or any needs more shared
+   dtypes of the arguments, and the constexprs that are not in the row. Every function named `..._kernel` is in such a
+   list; `tests/kernels/triton/test_compile.py` finds them, and fails if one is left out. It compiles each for every architecture, fails if a `hot` one spills registers or any needs more shared
    memory than there is, and wants `wgmma` in those that are `matrix`. For a table of some modules' kernels:
    `python -m tests.kernels.triton.offline w4a16 norms`.
 
@@ -84,7 +83,7 @@ _TABLE: dict[str, dict[int, Launch]] = {
     "gumbel_argmax": {80: Launch({"CHUNK": 4096}, num_warps=8)},
     "largest": {80: Launch({"CHUNK": 8192}, num_warps=8)},
     "likeliest": {80: Launch({"CHUNK": 2048})},
-    "penalties": {80: Launch({"WORDS": 64})},
+    "penalties": {80: Launch({"WORDS": 32})},
     "rank": {80: Launch({"CHUNK": 8192}, num_warps=8)},
     "score_floors": {80: Launch({"BLOCK": 4096}, num_warps=16)},
     "softmax_sums": {80: Launch({"CHUNK": 8192}, num_warps=8)},
@@ -94,12 +93,9 @@ _TABLE: dict[str, dict[int, Launch]] = {
     "rms_norm/4096": {80: Launch({}, num_warps=8)},
     "rms_norm/8192": {80: Launch({}, num_warps=16)},
     "rms_norm": {80: Launch({}, num_warps=32)},
-    # By the head's size, padded to a power of two. A tile of queries has BLOCK_M rows, of keys BLOCK_N. Of the stages,
-    # one is the block table's, and one's shared memory is free.
-    "attention/64": {
-        80: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=4, num_stages=3),
-        90: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=4),
-    },
+    # By the head's size, padded to a power of two. A tile of queries has BLOCK_M rows, one of keys BLOCK_N. Half of the
+    # stages are those of the block table, which says where the keys are.
+    "attention/64": {80: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=5)},
     "attention/128": {
         80: Launch({"BLOCK_M": 128, "BLOCK_N": 32}, num_warps=8, num_stages=5),
         90: Launch({"BLOCK_M": 128, "BLOCK_N": 64}, num_warps=8, num_stages=5),
@@ -109,8 +105,8 @@ _TABLE: dict[str, dict[int, Launch]] = {
         90: Launch({"BLOCK_M": 128, "BLOCK_N": 32}, num_warps=8, num_stages=4),
     },
     "attention/float32": {80: Launch({"BLOCK_M": 16, "BLOCK_N": 16}, num_stages=1)},
-    "decode/64": {80: Launch({"BLOCK_N": 64}, num_stages=6)},
-    "decode/128": {80: Launch({"BLOCK_N": 64}, num_stages=5), 90: Launch({"BLOCK_N": 64}, num_stages=6)},
+    "decode/64": {80: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5)},
+    "decode/128": {80: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5)},
     "decode/256": {
         80: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=4),
         90: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5),
@@ -120,6 +116,19 @@ _TABLE: dict[str, dict[int, Launch]] = {
     "write_kv": {80: Launch({})},
     "write_qkv": {80: Launch({})},
     "dequantize_int4": {80: Launch({"BLOCK_N": 32})},
+    # By the most rows that a tile takes.
+    "experts/16": {
+        80: Launch({"BLOCK_N": 64, "BLOCK_M": 16, "BLOCK_K": 64}, num_stages=4),
+        90: Launch({"BLOCK_N": 128, "BLOCK_M": 16, "BLOCK_K": 64}, num_stages=5),
+    },
+    "experts/64": {
+        80: Launch({"BLOCK_N": 64, "BLOCK_M": 64, "BLOCK_K": 64}, num_stages=3),
+        90: Launch({"BLOCK_N": 128, "BLOCK_M": 64, "BLOCK_K": 64}, num_stages=4),
+    },
+    "experts/128": {
+        80: Launch({"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": 64}, num_warps=8, num_stages=3),
+        90: Launch({"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": 64}, num_warps=8, num_stages=4),
+    },
     # By the most tokens that a tile takes.
     "float8/16": {
         89: Launch({"BLOCK_N": 64, "BLOCK_M": 16}, num_stages=4),
@@ -136,6 +145,7 @@ _TABLE: dict[str, dict[int, Launch]] = {
         100: Launch({"BLOCK_N": 64, "BLOCK_M": 128}, num_warps=8, num_stages=4),
     },
     "quantize_float8": {89: Launch({"BLOCK_M": 8})},
+    "sum_experts": {80: Launch({"BLOCK": 1024})},
     "sum_splits": {80: Launch({"BLOCK": 512})},
     # By the most tokens that a tile takes.
     "w4a16/16": {

@@ -31,8 +31,6 @@ from kernels.triton.launch import Specialisation, launch_on
 
 _PROCESSES = 2
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-# Modules that launch no kernels of their own.
-_WITHOUT_KERNELS = ("launch",)
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,19 @@ class Compiled:
 
 
 def kernel_modules() -> list[str]:
-    """Return the names of the modules of `kernels.triton` that hold kernels."""
-    names = [module.name for module in pkgutil.iter_modules(kernels.triton.__path__)]
-    return [name for name in names if name not in _WITHOUT_KERNELS]
+    """Return the names of the modules of `kernels.triton`; some hold only what others share."""
+    return [module.name for module in pkgutil.iter_modules(kernels.triton.__path__)]
 
 
 def specialisations() -> list[Specialisation]:
     """Return all that are listed."""
-    return [one for name in kernel_modules() for one in _module(name).SPECIALISATIONS]
+    return [one for name in kernel_modules() for one in specialisations_of(name)]
+
+
+def specialisations_of(module: str) -> tuple[Specialisation, ...]:
+    """Return those that one module lists."""
+    listed: tuple[Specialisation, ...] = vars(_module(module)).get("SPECIALISATIONS", ())
+    return listed
 
 
 def _module(name: str) -> ModuleType:
@@ -93,7 +96,7 @@ def signature_of(one: Specialisation, meta: dict[str, Any]) -> tuple[dict[str, s
 
 def compile_one(module: str, index: int, architecture: int) -> Compiled:
     """Compile one of a module's specialisations."""
-    one = _module(module).SPECIALISATIONS[index]
+    one = specialisations_of(module)[index]
     about = {"name": one.name, "architecture": architecture, "hot": one.hot, "matrix": one.matrix}
     try:
         launch = launch_on(one.launch, architecture)
@@ -130,7 +133,7 @@ def compile_all(modules: Sequence[str]) -> Iterator[Compiled]:
     work = [
         (module, index, architecture)
         for module in modules
-        for index, one in enumerate(_module(module).SPECIALISATIONS)
+        for index, one in enumerate(specialisations_of(module))
         for architecture in one.architectures
     ]
     # LLVM has threads, which a fork would lose.
