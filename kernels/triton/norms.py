@@ -140,7 +140,7 @@ def _quantise(y, inside, scale_ptr):
     unsound = tl.sum(y * 0.0, axis=0)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(y), axis=0), _FLOAT8_LARGEST), _SMALLEST_NORMAL)
     tl.store(scale_ptr, tl.where(unsound == 0.0, scale, float("nan")))
-    y = tl.where(unsound == 0.0, tl.div_rn(y, tl.zeros_like(y) + scale), 0.0)
+    y = tl.where(unsound == 0.0, tl.div_rn(y, scale), 0.0)
     return tl.minimum(tl.maximum(y, -_FLOAT8_LARGEST), _FLOAT8_LARGEST)
 
 
