@@ -45,12 +45,10 @@ class StepInputs(NamedTuple):
 
 def allocate_inputs(num_tokens: int, num_seqs: int, num_columns: int, device: torch.device) -> StepInputs:
     """Return room for the inputs of a step; `num_columns` is how many blocks its longest sequence has at most."""
-    flat = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3))
-    return StepInputs(
-        *flat,
-        seq_lens=torch.empty(num_seqs, dtype=torch.int32, device=device),
-        block_tables=torch.empty(num_seqs, num_columns, dtype=torch.int32, device=device),
-    )
+    token_ids, positions, slot_mapping = torch.empty(3, num_tokens, dtype=torch.int64, device=device)
+    seq_lens = torch.empty(num_seqs, dtype=torch.int32, device=device)
+    block_tables = torch.empty(num_seqs, num_columns, dtype=torch.int32, device=device)
+    return StepInputs(token_ids, positions, slot_mapping, seq_lens, block_tables)
 
 
 def build_inputs(rows: RowState, idx_mapping: Tensor, query_start: Tensor, block_size: int, inputs: StepInputs) -> None:
