@@ -147,8 +147,7 @@ def paged_attention(
     """
     if not isinstance(plan, AttentionPlan):
         return torch_attention.paged_attention(query, layer, plan, scale, softcap, sinks)
-    num_heads, head_dim = query.shape[1:]
-    if query.stride()[1:] != (head_dim, 1):
+    if query.stride()[1:] != (query.shape[2], 1):
         query = query.contiguous()
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if len(plan.tiles):

@@ -1,7 +1,8 @@
 """What the attention kernels have in common: one tile of keys, the merge of two parts of a softmax, and its end.
 
-A part of a softmax is (maximum, total, sums): the largest score in units of log 2, the total of `2 ** (score - maximum)`,
-and the values' sums by these weights, all in float32. A part of no keys is (`LOWEST`, 0, 0), and is exactly neutral.
+A part of a softmax is (maximum, total, sums): the largest score, in units of log 2, the total of the weights
+`2 ** (score - maximum)`, and the values' sums by these weights, all in float32. A part of no keys is (`LOWEST`, 0, 0),
+which is exactly neutral.
 """
 
 import torch
@@ -75,7 +76,7 @@ def attend_tile(
     DTYPE: tl.constexpr = query.dtype
     keys = first_key + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    # One entry a key, not one a block: the compiler loads vectors ahead of the tile that needs them, single numbers not.
+    # One entry a key, not one a block: the compiler loads vectors ahead of the tile that needs them, but no scalars.
     if MASKED:
         blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < num_keys, other=0).to(tl.int64)
     else:

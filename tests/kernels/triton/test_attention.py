@@ -1,5 +1,6 @@
 """Paged attention on the interpreter: against the definition, and the same bits whatever shares a row's batch."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -203,7 +204,7 @@ def test_a_prompts_rows_have_the_same_bits_however_it_is_cut():
     for variant in (PLAIN, Variant(70)):
         expected = attend(query, kv, batch_of([whole], 16), variant)
         for cuts in ([0, 100, 200], [0, 3, 5, 64, 130, 200]):
-            for start, end in zip(cuts, cuts[1:], strict=False):
+            for start, end in pairwise(cuts):
                 part = whole._replace(start=start, num_tokens=end - start)
                 assert torch.equal(attend(query[start:end], kv, batch_of([part], 16), variant), expected[start:end])
 
