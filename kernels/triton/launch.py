@@ -8,9 +8,9 @@ To add a kernel:
 2. Launch it with them: `launch = launch_for("rms_norm", x.device)`, then `kernel[grid](..., **launch.options)`.
 3. List what runs in production in `SPECIALISATIONS: tuple[Specialisation, ...]` at the end of the kernel's module: the
    dtypes of the arguments, and the constexprs that are not in the row. Every function named `..._kernel` is in such a
-   list; `tests/kernels/triton/test_compile.py` finds them, and fails if one is left out. It compiles each for every architecture, fails if a `hot` one spills registers or any needs more shared
-   memory than there is, and wants `wgmma` in those that are `matrix`. For a table of some modules' kernels:
-   `python -m tests.kernels.triton.offline w4a16 norms`.
+   list; `tests/kernels/triton/test_compile.py` finds them, and fails if one is left out. It compiles each for every
+   architecture, fails if a `hot` one spills registers or any needs more shared memory than there is, and wants `wgmma`
+   in those that are `matrix`. For a table of some modules' kernels: `python -m tests.kernels.triton.offline norms kv`.
 
 Nothing is tuned while a job runs: a first batch that times ten variants of a kernel stalls, and each process might
 choose another one, with other bits in the results.
@@ -116,6 +116,9 @@ _TABLE: dict[str, dict[int, Launch]] = {
     "write_kv": {80: Launch({})},
     "write_qkv": {80: Launch({})},
     "dequantize_int4": {80: Launch({"BLOCK_N": 32})},
+    # By the largest rank, as is `shrink`.
+    "expand/64": {80: Launch({"BLOCK_N": 64, "BLOCK_M": 16})},
+    "expand/256": {80: Launch({"BLOCK_N": 32, "BLOCK_M": 16}), 90: Launch({"BLOCK_N": 64, "BLOCK_M": 16})},
     # By the most rows that a tile takes.
     "experts/16": {
         80: Launch({"BLOCK_N": 64, "BLOCK_M": 16, "BLOCK_K": 64}, num_stages=4),
@@ -145,6 +148,8 @@ _TABLE: dict[str, dict[int, Launch]] = {
         100: Launch({"BLOCK_N": 64, "BLOCK_M": 128}, num_warps=8, num_stages=4),
     },
     "quantize_float8": {89: Launch({"BLOCK_M": 8})},
+    "shrink/64": {80: Launch({"BLOCK_M": 16, "BLOCK_K": 128}, num_stages=3)},
+    "shrink/256": {80: Launch({"BLOCK_M": 16, "BLOCK_K": 64}, num_stages=2)},
     "sum_experts": {80: Launch({"BLOCK": 1024})},
     "sum_splits": {80: Launch({"BLOCK": 512})},
     # By the most tokens that a tile takes.

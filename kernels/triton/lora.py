@@ -1,0 +1,289 @@
+"""Low-rank adapters for a batch whose rows have different ones, or none: each projection is two launches.
+
+The adapters in memory lie in slots, their ranks padded with zeros to the largest. Rows are sorted by slot on the
+device, once a step; a tile of rows finds its slot there, and where no row has an adapter every program ends at once: a
+captured graph serves any step. `shrink` cuts the inputs into splits of a fixed length, since a rank gives few programs,
+and `expand` sums those in their order: a row's bits do not depend on the rows beside it. As in Punica (arXiv
+2310.18547).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.lora import LowRank
+from kernels.triton.groups import max_tiles, rows_of_tile
+from kernels.triton.launch import Launch, Specialisation, launch_for
+
+MAX_SLICES = 3
+"""Parts of a projection with factors of their own: query, key and value."""
+MAX_RANK = 256
+_SPLIT_LENGTH = 1024
+_SMALLEST_RANK = 16
+# Ranks up to these have rows of their own in the launch table.
+_RANKS = (64, MAX_RANK)
+
+
+class AdapterRows(NamedTuple):
+    """A step's rows by the slot of their adapter.
+
+    rows `[num_tokens]` int64: first those without an adapter, and those of slot s from `offsets[s]` to
+    `offsets[s + 1]`. offsets `[num_slots + 1]` int32.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+
+
+def sort_by_slot(slots: Tensor, num_slots: int) -> AdapterRows:
+    """Sort the rows of a step by their adapter's slot, `[num_tokens]` integers, -1 for none; the order is stable."""
+    by_slot, rows = slots.sort(stable=True)
+    bounds = torch.arange(num_slots + 1, device=slots.device, dtype=slots.dtype)
+    return AdapterRows(rows, torch.searchsorted(by_slot, bounds, out_int32=True))
+
+
+class StackedLowRank(NamedTuple):
+    """The factors of all adapters in memory for one projection, which consists of up to `MAX_SLICES` slices.
+
+    a `[num_slots, num_slices, rank, in_features]`, b `[num_slots, out_features, rank]`, sizes the outputs of each
+    slice. rank is a power of two from 16 to `MAX_RANK`; what an adapter lacks is zero.
+    """
+
+    a: Tensor
+    b: Tensor
+    sizes: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[2]
+
+    def put(self, slot: int, pairs: Sequence[LowRank]) -> None:
+        """Write an adapter to a slot, in place of what was there; it may have factors for some of the slices only.
+
+        Raises `ValueError` for a pair whose columns are no slice, or whose rank is too large.
+        """
+        places = {columns: index for index, columns in enumerate(pairwise(accumulate(self.sizes, initial=0)))}
+        for pair in pairs:
+            if (pair.start, pair.stop) not in places or len(pair.a) > self.rank:
+                raise ValueError(
+                    f"An adapter of rank {len(pair.a)} for outputs {pair.start} to {pair.stop} has no place among"
+                    f" slices of {self.sizes} outputs and rank {self.rank}."
+                )
+        self.a[slot].zero_()
+        self.b[slot].zero_()
+        for pair in pairs:
+            self.a[slot, places[pair.start, pair.stop], : len(pair.a)] = pair.a
+            self.b[slot, pair.start : pair.stop, : len(pair.a)] = pair.b
+
+
+def empty_low_rank(
+    num_slots: int, max_rank: int, in_features: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> StackedLowRank:
+    """Return slots without adapters. Raises `ValueError` for more than `MAX_SLICES` slices or above `MAX_RANK`."""
+    if len(sizes) > MAX_SLICES or max_rank > MAX_RANK:
+        raise ValueError(f"Adapters have up to {MAX_SLICES} slices and rank {MAX_RANK}, not {sizes} and {max_rank}.")
+    rank = max(_SMALLEST_RANK, triton.next_power_of_2(max_rank))
+    a = torch.zeros((num_slots, len(sizes), rank, in_features), dtype=dtype, device=device)
+    return StackedLowRank(a, a.new_zeros((num_slots, sum(sizes), rank)), tuple(sizes))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_slots", "num_slices"])
+def shrink_kernel(
+    x_ptr,
+    a_ptr,
+    out_ptr,
+    rows_ptr,
+    offsets_ptr,
+    num_rows,
+    num_slots,
+    num_slices,
+    in_features,
+    SLOTS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLIT_LENGTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write `[splits, num_rows, num_slices, RANK]` float32, for rows in their sorted order that have an adapter.
+
+    The grid is (tiles of rows, slices, splits). The factor is the left operand: whether that is multiplied by `wgmma`
+    then depends on the rank, and not on how many rows there are.
+    """
+    slot, start, stop = rows_of_tile(offsets_ptr, num_slots, tl.program_id(0), SLOTS, BLOCK_M)
+    if start >= stop:
+        return
+    rows = start + tl.arange(0, BLOCK_M)
+    is_row = rows < stop
+    tokens = tl.load(rows_ptr + rows, mask=is_row, other=0)
+    part, split = tl.program_id(1), tl.program_id(2)
+    ranks, places = tl.arange(0, RANK), tl.arange(0, BLOCK_K)
+    x_rows = x_ptr + tokens[:, None] * in_features + places[None, :]
+    a_rows = a_ptr + ((slot * num_slices + part).to(tl.int64) * RANK + ranks)[:, None] * in_features + places[None, :]
+
+    total = tl.zeros((RANK, BLOCK_M), tl.float32)
+    first = split * SPLIT_LENGTH
+    for k in range(first, tl.minimum(first + SPLIT_LENGTH, in_features), BLOCK_K):
+        is_input = (places < in_features - k)[None, :]
+        x = tl.load(x_rows + k, mask=is_row[:, None] & is_input, other=0.0)
+        a = tl.load(a_rows + k, mask=is_input, other=0.0)
+        total = tl.dot(a, tl.trans(x), total)
+
+    to = ((split * num_rows + rows).to(tl.int64) * num_slices + part) * RANK
+    tl.store(out_ptr + to[:, None] + ranks[None, :], tl.trans(total), mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
+def expand_kernel(
+    shrunk_ptr,
+    b_ptr,
+    y_ptr,
+    rows_ptr,
+    offsets_ptr,
+    num_rows,
+    num_slots,
+    size_0,
+    size_1,
+    size_2,
+    SLOTS: tl.constexpr,
+    SLICES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Add to rows of y, `[num_tokens, size_0 + size_1 + size_2]`, what `shrink_kernel` left for each times its b.
+
+    The grid is (tiles of the outputs of each slice, tiles of rows).
+    """
+    slot, start, stop = rows_of_tile(offsets_ptr, num_slots, tl.program_id(1), SLOTS, BLOCK_M)
+    if start >= stop:
+        return
+    # Which slice a tile of outputs is of, and where it begins.
+    tile = tl.program_id(0)
+    tiles_0, tiles_1 = tl.cdiv(size_0, BLOCK_N), tl.cdiv(size_1, BLOCK_N)
+    in_1, in_2 = tile >= tiles_0, tile >= tiles_0 + tiles_1
+    part = in_1.to(tl.int32) + in_2.to(tl.int32)
+    slice_start = tl.where(in_2, size_0 + size_1, tl.where(in_1, size_0, 0))
+    slice_stop = slice_start + tl.where(in_2, size_2, tl.where(in_1, size_1, size_0))
+    first_tile = tl.where(in_2, tiles_0 + tiles_1, tl.where(in_1, tiles_0, 0))
+    outputs = slice_start + (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_features = size_0 + size_1 + size_2
+
+    rows = start + tl.arange(0, BLOCK_M)
+    is_row, is_output = rows < stop, outputs < slice_stop
+    tokens = tl.load(rows_ptr + rows, mask=is_row, other=0)
+    ranks = tl.arange(0, RANK)
+    shrunk = tl.zeros((BLOCK_M, RANK), tl.float32)
+    for split in range(SPLITS):
+        at = ((split * num_rows + rows).to(tl.int64) * SLICES + part) * RANK
+        shrunk += tl.load(shrunk_ptr + at[:, None] + ranks[None, :], mask=is_row[:, None], other=0.0)
+    b_rows = (slot.to(tl.int64) * out_features + outputs) * RANK
+    b = tl.load(b_ptr + b_rows[:, None] + ranks[None, :], mask=is_output[:, None], other=0.0)
+    product = tl.trans(tl.dot(b, tl.trans(shrunk.to(b.dtype))))
+
+    inside = is_row[:, None] & is_output[None, :]
+    to = y_ptr + tokens[:, None] * out_features + outputs[None, :]
+    y = tl.load(to, mask=inside, other=0.0)
+    tl.store(to, (y.to(tl.float32) + product.to(y.dtype).to(tl.float32)).to(y.dtype), mask=inside)
+
+
+def lora_add(x: Tensor, y: Tensor, by_slot: AdapterRows, adapters: StackedLowRank) -> None:
+    """Add to each row of `y` its adapter's product of the same row of `x`, as `kernels.reference.lora_add` defines it.
+
+    x `[num_tokens, in_features]` and y `[num_tokens, out_features]`, contiguous, are bfloat16 or float16, as the
+    adapters are. Between the two products a row is rounded to that.
+    """
+    num_slots, num_slices, rank, in_features = adapters.a.shape
+    splits = triton.cdiv(in_features, _SPLIT_LENGTH)
+    shrunk = torch.empty((splits, len(x), num_slices, rank), dtype=torch.float32, device=x.device)
+    slots = triton.next_power_of_2(num_slots)
+    launch = _launch("shrink", rank, x.device)
+    tiles = max_tiles(len(x), num_slots, launch.meta["BLOCK_M"])
+    shrink_kernel[(tiles, num_slices, splits)](
+        x,
+        adapters.a,
+        shrunk,
+        *by_slot,
+        len(x),
+        num_slots,
+        num_slices,
+        in_features,
+        SLOTS=slots,
+        RANK=rank,
+        SPLIT_LENGTH=_SPLIT_LENGTH,
+        **launch.options,
+    )
+    launch = _launch("expand", rank, x.device)
+    sizes = (*adapters.sizes, 0, 0)[:MAX_SLICES]
+    output_tiles = sum(triton.cdiv(size, launch.meta["BLOCK_N"]) for size in sizes)
+    expand_kernel[(output_tiles, max_tiles(len(x), num_slots, launch.meta["BLOCK_M"]))](
+        shrunk,
+        adapters.b,
+        y,
+        *by_slot,
+        len(x),
+        num_slots,
+        *sizes,
+        SLOTS=slots,
+        SLICES=num_slices,
+        SPLITS=splits,
+        RANK=rank,
+        **launch.options,
+    )
+
+
+def _launch(kind: str, rank: int, device: torch.device) -> Launch:
+    return launch_for(f"{kind}/{next(most for most in _RANKS if rank <= most)}", device)
+
+
+def _specialised(dtype: str, rank: int, slices: int, splits: int) -> tuple[Specialisation, Specialisation]:
+    row = next(most for most in _RANKS if rank <= most)
+    shared = {
+        "rows_ptr": "*i64:16",
+        "offsets_ptr": "*i32:16",
+        "num_rows": "i32",
+        "num_slots": "i32",
+        "SLOTS": 8,
+        "RANK": rank,
+    }
+    shrink = {
+        "x_ptr": f"*{dtype}:16",
+        "a_ptr": f"*{dtype}:16",
+        "out_ptr": "*fp32:16",
+        "num_slices": "i32",
+        "in_features": "i32:16",
+        "SPLIT_LENGTH": _SPLIT_LENGTH,
+    }
+    expand = {
+        "shrunk_ptr": "*fp32:16",
+        "b_ptr": f"*{dtype}:16",
+        "y_ptr": f"*{dtype}:16",
+        "size_0": "i32:16",
+        "size_1": "i32:16",
+        "size_2": "i32:16",
+        "SLICES": slices,
+        "SPLITS": splits,
+    }
+    return (
+        Specialisation(shrink_kernel, f"shrink/{row}", {**shared, **shrink}, hot=True, variant=f"{dtype} {rank}"),
+        Specialisation(
+            expand_kernel,
+            f"expand/{row}",
+            {**shared, **expand},
+            hot=True,
+            variant=f"{dtype} {rank} slices={slices} splits={splits}",
+        ),
+    )
+
+
+SPECIALISATIONS = (
+    *_specialised("bf16", 16, slices=3, splits=4),
+    *_specialised("bf16", 64, slices=2, splits=4),
+    *_specialised("bf16", 256, slices=1, splits=14),
+    *_specialised("fp16", 32, slices=1, splits=1),
+)
