@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from engine.models.decoder import Decoder
-from kernels.ops import AttentionBatch, allocate_kv_cache
+from kernels.ops import allocate_kv_cache
+from tests.kernels.batches import Chunk, flat_batch
 
 TINY = {
     "vocab_size": 320,
@@ -31,14 +32,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-class Chunk(NamedTuple):
-    """What one sequence contributes to a step: tokens `start` to `start + num_tokens`, in its blocks."""
-
-    blocks: tuple[int, ...]
-    start: int
-    num_tokens: int
 
 
 def tiny_llama(path: Path, *, seed: int = 0, tokenizer: bool = False, **config: Any) -> Path:
@@ -91,26 +84,6 @@ def _save(model: LlamaForCausalLM | MistralForCausalLM, path: Path, tokenizer: b
     if tokenizer:
         byte_tokenizer().save_pretrained(path)
     return path
-
-
-def flat_batch(chunks: Sequence[Chunk], block_size: int) -> AttentionBatch:
-    """Lay out one step in which each chunk computes `num_tokens` positions of its sequence, from `start` on."""
-    longest = max(len(chunk.blocks) for chunk in chunks)
-    slots = [
-        chunk.blocks[position // block_size] * block_size + position % block_size
-        for chunk in chunks
-        for position in range(chunk.start, chunk.start + chunk.num_tokens)
-    ]
-    lengths = [chunk.num_tokens for chunk in chunks]
-    contexts = [chunk.start + chunk.num_tokens for chunk in chunks]
-    return AttentionBatch(
-        query_start=torch.tensor([0, *lengths]).cumsum(0).int(),
-        seq_lens=torch.tensor(contexts).int(),
-        block_tables=torch.tensor([[*chunk.blocks, *[0] * (longest - len(chunk.blocks))] for chunk in chunks]).int(),
-        slot_mapping=torch.tensor(slots),
-        query_lens=tuple(lengths),
-        context_lens=tuple(contexts),
-    )
 
 
 class PagedRun:

@@ -24,8 +24,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.errors import ModelNotSupported
 from engine.loader import load
+from tests.engine.families import SMALL, random_model, rope, tokens
 from tests.engine.models_fixture import PagedRun, tiny_llama
-from tests.engine.test_families import SMALL, assert_close, random_model, rope, tokens
+from tests.engine.test_families import assert_close
 from tests.engine.test_loader_gguf import write_gguf as write_llama
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from engine.errors import ModelNotSupported
 from engine.loader import load
 from engine.loader.hf_config import read_hf_config
 from engine.models.config import ModelConfig
+from tests.engine.families import SMALL, longrope, randomise, rope, tokens
 from tests.engine.models_fixture import PagedRun, tiny_llama
-from tests.engine.test_families import SMALL, longrope, randomise, rope, tokens
 
 CPU = torch.device("cpu")
 

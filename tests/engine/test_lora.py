@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine import LLM, ConfigError, EngineConfig, SamplingParams
+from tests.engine.families import FAMILY_CASES, SMALL, random_model
 from tests.engine.lora_fixture import (
     ATTENTION,
     edit,
@@ -15,7 +16,6 @@ from tests.engine.lora_fixture import (
     write_adapter,
 )
 from tests.engine.models_fixture import tiny_llama
-from tests.engine.test_families import FAMILY_CASES, SMALL, random_model
 from tests.engine.test_loader_gguf import write_gguf
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [200, 7, 7], [42, 17, 99, 3, 12]]

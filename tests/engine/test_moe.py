@@ -15,8 +15,8 @@ from engine.loader.peft import adapter_targets
 from engine.models.config import MixtureConfig
 from engine.models.moe import MixtureOfExperts
 from kernels.ops import kernels_for
+from tests.engine.families import SMALL, random_model, tokens
 from tests.engine.models_fixture import check_same_bits_in_any_company
-from tests.engine.test_families import SMALL, random_model, tokens
 
 CPU = torch.device("cpu")
 MIXTURE = MixtureConfig(

@@ -11,8 +11,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine.loader import load
 from engine.loader.errors import ModelFileInvalid
 from engine.loader.mxfp4 import dequantize_mxfp4
+from tests.engine.families import SMALL, random_model
 from tests.engine.models_fixture import PagedRun
-from tests.engine.test_families import SMALL, random_model
 
 CPU = torch.device("cpu")
 

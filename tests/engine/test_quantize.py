@@ -30,9 +30,9 @@ from engine.errors import ConfigError, ModelNotSupported
 from engine.loader import LoadedModel, load
 from engine.messages import NewRequest
 from tests.engine.encoder_fixture import tiny_encoder
+from tests.engine.families import SMALL, random_model, tokens
 from tests.engine.lora_fixture import write_adapter
 from tests.engine.models_fixture import PagedRun, check_same_bits_in_any_company, poison, tiny_llama
-from tests.engine.test_families import SMALL, random_model, tokens
 from tests.engine.test_loader_gguf import write_gguf
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from kernels import reference
 from kernels.cache import AttentionBatch, KVCache, allocate_kv_cache
 from kernels.ops import kernels_for
-from tests.engine.models_fixture import Chunk, flat_batch
+from tests.kernels.batches import Chunk, flat_batch
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,7 +13,7 @@ from kernels import reference
 from kernels.cache import LayerKV, allocate_kv_cache
 from kernels.cpu import attention, extension, glue, sampling
 from kernels.reference import QueryKeyNorms
-from tests.engine.models_fixture import Chunk, flat_batch
+from tests.kernels.batches import Chunk, flat_batch
 from tests.kernels.test_attention import attend, filled_cache
 
 pytestmark = pytest.mark.skipif(not extension.is_served(), reason="no compiler, or no processor that is served")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import attention, extension
-from tests.engine.models_fixture import Chunk, flat_batch
+from tests.kernels.batches import Chunk, flat_batch
 from tests.kernels.test_attention import HEADS, PLAIN, attend, filled_cache, variants
 
 pytestmark = pytest.mark.skipif(not extension.is_served(), reason="no compiler, or no processor that is served")
