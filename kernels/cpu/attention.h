@@ -1,4 +1,4 @@
-// Paged attention over blocks in place, whose layout is in kv_blocks.h.
+// Paged attention over blocks in place, by the products of tiles.h.
 //
 // A query's keys are taken in tiles of 64 from the beginning of its context, with a running maximum, and in segments of
 // 2048, each summed by itself and then joined in order. Where a tile or segment ends depends on positions alone, and
@@ -14,13 +14,13 @@
 #include <limits>
 #include <memory>
 
+#include "quantize.h"
 #include "shapes.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace PAGEMILL_ISA {
 
-constexpr int kTile = 64;
-constexpr int kPanels = kTile / 16;
 constexpr int kSegment = 2048;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.4426950408889634f;
@@ -50,126 +50,78 @@ struct RowSums {
 struct Scratch {
   std::unique_ptr<char[]> memory;
   RowSums segment, joined;
-  float* scores;     // [kRows][kTile]
-  int32_t* position;  // [rows]
-  bf16* weights;     // [kRows][kTile]
-  bf16* query;       // [rows][head_dim]
+  float* scores;        // [kRows][kTile]
+  float* query_scales;  // [rows], of queries that are integers
+  int32_t* position;    // [rows]
+  uint16_t* weights;    // [kRows][kTile], bfloat16 or integers
+  uint16_t* query;      // [rows][head_dim], as the weights
+  int value_exponent;   // of a tile's largest scale of values
 
   Scratch(int rows, int head_dim)
       : memory(new char[bytes(rows, head_dim)]),
         segment(aligned(), rows, head_dim),
         joined(aligned() + RowSums::size(rows, head_dim), rows, head_dim) {
     scores = aligned() + 2 * RowSums::size(rows, head_dim);
-    position = (int32_t*)(scores + kRows * kTile);
-    weights = (bf16*)(position + (rows + 15) / 16 * 16);
+    query_scales = scores + kRows * kTile;
+    position = (int32_t*)(query_scales + (rows + 15) / 16 * 16);
+    weights = (uint16_t*)(position + (rows + 15) / 16 * 16);
     query = weights + kRows * kTile;
   }
 
   static size_t bytes(int rows, int head_dim) {
-    size_t words = 2 * RowSums::size(rows, head_dim) + kRows * kTile + (rows + 15) / 16 * 16;
-    return words * 4 + (kRows * kTile + size_t(rows) * head_dim) * 2 + 64;
+    size_t words = 2 * RowSums::size(rows, head_dim) + kRows * kTile + 2 * ((rows + 15) / 16 * 16);
+    return words * 4 + (kRows * kTile + size_t(rows) * head_dim) * sizeof(uint16_t) + 64;
   }
   float* aligned() const { return (float*)((uintptr_t(memory.get()) + 63) / 64 * 64); }
 };
 
-// The tile of keys from `first` on, of the `end` keys that there are of a sequence.
-struct Tile {
-  const AttentionCall* call;
-  const int32_t* blocks;
-  int kv_head, first, end;
-
-  int size() const { return std::min(kTile, end - first); }
-
-  // The panels of 16 keys. Those past the end are the first again: they are multiplied, and masked.
-  void key_panels(const bf16** panels) const {
-    for (int n = 0; n < kPanels; ++n) {
-      int key = first + n * 16 < end ? first + n * 16 : first;
-      panels[n] = call->key + block_of(key) + (key % call->block_size) * 2;
+// The weights of scores, times the scales of their values, as integers below 2^15. What is above bounds both: no score,
+// as a power of two, exceeds `before` by more than `excess`, and no scale has a larger exponent than the one given.
+inline float store_scaled_weights(const Addresses<OfInt8>& tile, int panels, int first, int last, float factor,
+                                  float before, float excess, int exponent, const float* scores, uint16_t* weights,
+                                  float* totals) {
+  if (exponent == 255) return std::numeric_limits<float>::quiet_NaN();
+  // Where the bounds are those of next to nothing, it is counted in what a float32 still holds.
+  const int least = int(std::max(-100.0f, std::ceil(excess))) + std::max(exponent, 40);
+  const int up = std::min(141 - least, 126);
+  const bool whole = first <= 0 && last >= panels * 16;
+  Floats total = load(totals);
+  for (int n = 0; n < panels; ++n) {
+    Floats weight = exp2_of_weight(fma(load(scores + n * 16), fill(factor), fill(up - before)));
+    Floats scaled = mul(weight, load(tile.value_scales[n]));
+    if (!whole) {
+      weight = keep(weight, first - n * 16, last - n * 16, zeros());
+      scaled = keep(scaled, first - n * 16, last - n * 16, zeros());
     }
+    total = fma(weight, fill(power_of_two(-up)), total);
+    store_int16((int16_t*)weights + n * 16, scaled);
   }
-  // The values of each run of keys that lie in one block.
-  void value_runs(const bf16** runs) const {
-    int run = std::min(call->block_size, kTile);
-    for (int n = 0; n * run < kTile; ++n) {
-      int key = first + n * run < end ? first + n * run : first;
-      runs[n] = call->value + block_of(key) + ptrdiff_t(key % call->block_size) * call->head_dim;
-    }
-  }
-  ptrdiff_t block_of(int key) const {
-    const ptrdiff_t block = blocks[key / call->block_size];
-    return (block * call->num_kv_heads + kv_head) * call->block_size * call->head_dim;
-  }
-};
-
-// A tile's addresses, and those of the tile after it, which are brought near meanwhile.
-struct Addresses {
-  const bf16 *keys[kPanels], *values[kPanels];
-};
-
-// scores[R][P * 16] = query[R][head_dim] . keys, a pair of dimensions every `stride`.
-template <int R, int P>
-inline void multiply_keys(const bf16* query, int head_dim, const Addresses& tile, const Addresses* next,
-                          ptrdiff_t stride, float* scores) {
-  Floats sums[R][P];
-  for (int r = 0; r < R; ++r)
-    for (int n = 0; n < P; ++n) sums[r][n] = zeros();
-  for (int pair = 0; pair < head_dim / 2; ++pair) {
-    if (next)
-      for (int n = 0; n < kPanels; ++n) prefetch(next->keys[n] + pair * stride);
-    Pairs keys[P];
-    for (int n = 0; n < P; ++n) keys[n] = load_pairs(tile.keys[n] + pair * stride);
-    for (int r = 0; r < R; ++r) {
-      Pairs q = fill_pair(query + r * head_dim + pair * 2);
-      for (int n = 0; n < P; ++n) sums[r][n] = dot(sums[r][n], q, keys[n]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int n = 0; n < P; ++n) store(scores + r * kTile + n * 16, sums[r][n]);
-}
-
-// out[R][N * 16] += weights[R][num_keys] . values, from `column` on; a pair of keys every 2 * head_dim.
-template <int R, int N>
-inline void add_values(const bf16* weights, const Addresses& tile, const Addresses* next, int run, int num_keys,
-                       int head_dim, int column, float* out) {
-  Floats sums[R][N];
-  for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) sums[r][n] = load(out + r * head_dim + column + n * 16);
-  for (int first = 0; first < num_keys; first += run) {
-    const bf16* values = tile.values[first / run] + column * 2;
-    ptrdiff_t ahead = next ? next->values[first / run] + column * 2 - values : 0;
-    int last = std::min(first + run, num_keys);
-    for (int key = first; key < last; key += 2, values += 2 * head_dim) {
-      if (next)
-        for (int n = 0; n < N; ++n) prefetch(values + ahead + n * 32);
-      Pairs v[N];
-      for (int n = 0; n < N; ++n) v[n] = load_pairs(values + n * 32);
-      for (int r = 0; r < R; ++r) {
-        Pairs w = fill_pair(weights + r * kTile + key);
-        for (int n = 0; n < N; ++n) sums[r][n] = dot(sums[r][n], w, v[n]);
-      }
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) store(out + r * head_dim + column + n * 16, sums[r][n]);
+  store(totals, total);
+  return power_of_two(-up);
 }
 
 // The scores of a row's first `panels` panels become weights, relative to its maximum; where that is raised, what was
-// summed is rescaled to it. The row sees the keys of the tile from `first` on and before `last`.
-inline void weigh(const AttentionCall& call, int panels, int first, int last, float* scores, bf16* weights,
-                  const RowSums& sums, int row) {
+// summed is rescaled to it. The row sees the keys of the tile from `first` on and before `last`. Returns what its
+// weights, where they are integers, are counted in.
+template <class Cache>
+inline float weigh(const Addresses<Cache>& tile, int panels, int first, int last, int row, float* scores,
+                   uint16_t* weights, const AttentionCall& call, const Scratch& s) {
+  const RowSums& sums = s.segment;
   const bool whole = first <= 0 && last >= panels * 16;
-  const float factor = call.softcap > 0 ? 1 : call.scale * kLog2e;
+  const float unit = Cache::kHasScales ? call.scale * s.query_scales[row] : call.scale;
+  const float factor = call.softcap > 0 ? 1 : unit * kLog2e;
   Floats highest = fill(kNothing);
   for (int n = 0; n < panels; ++n) {
     Floats score = load(scores + n * 16);
+    if constexpr (Cache::kHasScales) score = mul(score, load(tile.key_scales[n]));
     if (call.softcap > 0) {
       // tanh(x) = 1 - 2 / (e^2x + 1)
-      Floats x = min(fill(15), max(fill(-15), mul(score, fill(call.scale / call.softcap))));
+      Floats x = min(fill(15), max(fill(-15), mul(score, fill(unit / call.softcap))));
       Floats e = exp2(mul(x, fill(2 * kLog2e)));
       score = mul(sub(fill(1), div(fill(2), add(e, fill(1)))), fill(call.softcap * kLog2e));
     }
     if (!whole) score = keep(score, first - n * 16, last - n * 16, fill(kNothing));
-    if (!whole || call.softcap > 0) store(scores + n * 16, score);
+    if (Cache::kHasScales || !whole || call.softcap > 0) store(scores + n * 16, score);
     highest = max(highest, score);
   }
   float before = sums.maxima[row], top = max_of(highest) * factor;
@@ -183,8 +135,13 @@ inline void weigh(const AttentionCall& call, int panels, int first, int last, fl
     sums.maxima[row] = before = top;
   }
   if (before == kNothing) {  // it sees none of these keys, nor of those before
-    std::memset(weights, 0, panels * 16 * sizeof(bf16));
-    return;
+    std::memset(weights, 0, panels * 16 * sizeof(uint16_t));
+    return 0;
+  }
+  if constexpr (Cache::kHasScales) {
+    const int exponent = first <= 0 && last >= kTile ? s.value_exponent : tile.value_exponent(panels, first, last);
+    return store_scaled_weights(tile, panels, first, last, factor, before, top - before, exponent, scores, weights,
+                                sums.weights + row * 16);
   }
   Floats total = load(sums.weights + row * 16);
   for (int n = 0; n < panels; ++n) {
@@ -194,54 +151,53 @@ inline void weigh(const AttentionCall& call, int panels, int first, int last, fl
     store_weights(weights + n * 16, weight);
   }
   store(sums.weights + row * 16, total);
+  return 1;
 }
 
-template <int R>
-inline void attend_rows(const Tile& tile, const Addresses& here, const Addresses* next, int row, Scratch& s) {
+template <class Cache, int R>
+inline void attend_rows(const Tile& tile, const Addresses<Cache>& here, const Addresses<Cache>* next, int row,
+                        Scratch& s) {
   const AttentionCall& call = *tile.call;
   const int last_key = std::min(s.position[row + R - 1] + 1, tile.end) - tile.first;
   if (last_key <= 0) return;
   const int num_keys = std::min(kTile, last_key), panels = (num_keys + 15) / 16;
-  const bf16* query = s.query + size_t(row) * call.head_dim;
+  const uint16_t* query = s.query + size_t(row) * call.head_dim;
   const ptrdiff_t stride = call.block_size * 2;
   switch (panels) {
-    case 1: multiply_keys<R, 1>(query, call.head_dim, here, next, stride, s.scores); break;
-    case 2: multiply_keys<R, 2>(query, call.head_dim, here, next, stride, s.scores); break;
-    case 3: multiply_keys<R, 3>(query, call.head_dim, here, next, stride, s.scores); break;
-    case 4: multiply_keys<R, 4>(query, call.head_dim, here, next, stride, s.scores); break;
+    case 1: multiply_keys<Cache, R, 1>(query, call.head_dim, here, next, stride, s.scores); break;
+    case 2: multiply_keys<Cache, R, 2>(query, call.head_dim, here, next, stride, s.scores); break;
+    case 3: multiply_keys<Cache, R, 3>(query, call.head_dim, here, next, stride, s.scores); break;
+    case 4: multiply_keys<Cache, R, 4>(query, call.head_dim, here, next, stride, s.scores); break;
   }
+  float factors[R];
   for (int r = 0; r < R; ++r) {
     const int position = s.position[row + r];
     const int first = call.window > 0 ? position - call.window + 1 - tile.first : 0;
-    weigh(call, panels, first, position + 1 - tile.first, s.scores + r * kTile, s.weights + r * kTile, s.segment,
-          row + r);
+    factors[r] = weigh(here, panels, first, position + 1 - tile.first, row + r, s.scores + r * kTile,
+                       s.weights + r * kTile, call, s);
   }
   float* out = s.segment.out + size_t(row) * call.head_dim;
   const int run = std::min(call.block_size, kTile);
   int column = 0;
   for (; column + 64 <= call.head_dim; column += 64)
-    add_values<R, 4>(s.weights, here, next, run, num_keys, call.head_dim, column, out);
+    add_values<Cache, R, 4>(s.weights, factors, here, next, run, num_keys, call.head_dim, column, out);
   for (; column < call.head_dim; column += 16)
-    add_values<R, 1>(s.weights, here, next, run, num_keys, call.head_dim, column, out);
+    add_values<Cache, R, 1>(s.weights, factors, here, next, run, num_keys, call.head_dim, column, out);
 }
 
 // Some rows of an item, which all belong to the tile's sequence or share its keys, and the tile that comes after.
+template <class Cache>
 inline void attend_tile(const Tile& tile, const Tile* after, int row, int end_row, Scratch& s) {
-  Addresses here, there, *next = nullptr;
-  tile.key_panels(here.keys);
-  tile.value_runs(here.values);
-  if (after) {
-    after->key_panels(there.keys);
-    after->value_runs(there.values);
-    next = &there;
-  }
-  for (; row + kRows <= end_row; row += kRows, next = nullptr) attend_rows<kRows>(tile, here, next, row, s);
+  const Addresses<Cache> here(tile), there(after ? *after : tile), *next = after ? &there : nullptr;
+  if (next) next->prefetch_scales();
+  if constexpr (Cache::kHasScales) s.value_exponent = here.value_exponent(kPanels, 0, kTile);
+  for (; row + kRows <= end_row; row += kRows, next = nullptr) attend_rows<Cache, kRows>(tile, here, next, row, s);
   switch (end_row - row) {
-    case 1: return attend_rows<1>(tile, here, next, row, s);
-    case 2: return attend_rows<2>(tile, here, next, row, s);
-    case 3: return attend_rows<3>(tile, here, next, row, s);
-    case 4: return attend_rows<4>(tile, here, next, row, s);
-    case 5: return attend_rows<5>(tile, here, next, row, s);
+    case 1: return attend_rows<Cache, 1>(tile, here, next, row, s);
+    case 2: return attend_rows<Cache, 2>(tile, here, next, row, s);
+    case 3: return attend_rows<Cache, 3>(tile, here, next, row, s);
+    case 4: return attend_rows<Cache, 4>(tile, here, next, row, s);
+    case 5: return attend_rows<Cache, 5>(tile, here, next, row, s);
   }
 }
 
@@ -287,23 +243,29 @@ struct Item {
   }
 };
 
+template <class Cache>
 inline int load_queries(const Item& item, Scratch& s) {
   const AttentionCall& call = *item.call;
   return item.for_rows([&](int row, const Part& part, int query, int head) {
     const bf16* from = call.query + (part.first_row + query) * call.query_stride + ptrdiff_t(head) * call.head_dim;
-    std::memcpy(s.query + size_t(row) * call.head_dim, from, call.head_dim * sizeof(bf16));
+    uint16_t* to = s.query + size_t(row) * call.head_dim;
+    if constexpr (Cache::kHasScales)
+      s.query_scales[row] = quantize_query(from, call.head_dim, (int16_t*)to);
+    else
+      std::memcpy(to, from, call.head_dim * sizeof(bf16));
     s.position[row] = part.first_position + query;
   });
 }
 
 // The keys from `first` on and before `end`, of one segment. `after` is a tile that is wanted next, or null.
+template <class Cache>
 inline void attend_segment(const Item& item, int first, int end, int rows, const Tile* after, Scratch& s) {
   s.segment.clear(rows, item.call->head_dim);
   int key = first;
   for (const int shared_end = std::min(item.shared_keys, end); key < shared_end; key += kTile) {
     // What comes after the last shared tile is the first part's own.
     Tile next = item.tile(item.part(0), key + kTile);
-    attend_tile(item.tile(item.part(0), key), next.first < next.end ? &next : nullptr, 0, rows, s);
+    attend_tile<Cache>(item.tile(item.part(0), key), next.first < next.end ? &next : nullptr, 0, rows, s);
   }
   for (int p = 0, row = 0; p < item.num_parts; ++p) {
     const Part part = item.part(p);
@@ -318,7 +280,7 @@ inline void attend_segment(const Item& item, int first, int end, int rows, const
           then = next.first < next.end ? &next : nullptr;
         }
       }
-      attend_tile(item.tile(part, own), then, row, end_row, s);
+      attend_tile<Cache>(item.tile(part, own), then, row, end_row, s);
     }
     row = end_row;
   }
@@ -361,14 +323,15 @@ inline void store_results(const Item& item, const RowSums& joined) {
   });
 }
 
+template <class Cache>
 inline void attend(const Item& item, const Item* after, Scratch& s) {
-  const int rows = load_queries(item, s), end = item.end();
+  const int rows = load_queries<Cache>(item, s), end = item.end();
   begin(item, rows, s.joined);
   for (int key = item.first_key(); key < end;) {
     const int segment_end = std::min(end, (key / kSegment + 1) * kSegment);
     Tile wanted;
     if (after) wanted = after->tile(after->part(0), after->first_key());
-    attend_segment(item, key, segment_end, rows, after && segment_end == end ? &wanted : nullptr, s);
+    attend_segment<Cache>(item, key, segment_end, rows, after && segment_end == end ? &wanted : nullptr, s);
     join(rows, item.call->head_dim, s.joined, s.segment);
     key = segment_end;
   }
@@ -376,6 +339,7 @@ inline void attend(const Item& item, const Item* after, Scratch& s) {
 }
 
 // Items one by one; a thread takes some neighbours together, whose keys are neighbours in memory.
+template <class Cache>
 inline void attend_items(const AttentionCall& call) {
   const int64_t work = int64_t(call.num_items) * call.num_kv_heads;
   const int64_t together = std::clamp<int64_t>(work / (4 * omp_get_max_threads()), 1, call.num_kv_heads);
@@ -386,12 +350,13 @@ inline void attend_items(const AttentionCall& call) {
     for (int64_t i = 0; i < work; ++i) {
       Item item(call, i / call.num_kv_heads, int(i % call.num_kv_heads));
       Item after(call, std::min(i + 1, work - 1) / call.num_kv_heads, int((i + 1) % call.num_kv_heads));
-      attend(item, i + 1 < work ? &after : nullptr, scratch);
+      attend<Cache>(item, i + 1 < work ? &after : nullptr, scratch);
     }
   }
 }
 
 // For few items of long contexts: their segments one by one, and then joined.
+template <class Cache>
 inline void attend_segments(const AttentionCall& call) {
   const int64_t items = int64_t(call.num_items) * call.num_kv_heads, work = items * call.num_segments;
   const size_t size = RowSums::size(call.max_rows, call.head_dim);
@@ -407,7 +372,7 @@ inline void attend_segments(const AttentionCall& call) {
       const int end = std::min((segment + 1) * kSegment, item.end());
       if (first >= end) continue;
       s.segment = RowSums(partial.get() + size * i, call.max_rows, call.head_dim);
-      attend_segment(item, first, end, load_queries(item, s), nullptr, s);
+      attend_segment<Cache>(item, first, end, load_queries<Cache>(item, s), nullptr, s);
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < items; ++i) {
@@ -422,11 +387,19 @@ inline void attend_segments(const AttentionCall& call) {
   }
 }
 
-void paged_attention(const AttentionCall& call) {
+template <class Cache>
+inline void attend_all(const AttentionCall& call) {
   if (call.num_segments > 1)
-    attend_segments(call);
+    attend_segments<Cache>(call);
   else
-    attend_items(call);
+    attend_items<Cache>(call);
+}
+
+void paged_attention(const AttentionCall& call) {
+  if (call.key_scales)
+    attend_all<OfInt8>(call);
+  else
+    attend_all<OfBf16>(call);
 }
 
 }  // namespace PAGEMILL_ISA

@@ -1,7 +1,8 @@
 """Paged attention in C++: blocks are read in place, in a layout of their own. See attention.h.
 
-What the C++ does not serve (other types than bfloat16, head sizes that are no multiple of 16) is left to torch's
-operations, in the layout of `kernels.cache`. Which of both it is follows from the cache alone.
+What the C++ does not serve (caches of other types than bfloat16 and int8, head sizes that are no multiple of 16) is
+left to torch's operations, in the layout of `kernels.cache`. Which of both it is follows from the cache alone: a model
+that computes in another type than bfloat16 and has such a cache meets it in bfloat16.
 """
 
 from itertools import accumulate
@@ -20,6 +21,8 @@ _SEGMENT_KEYS = 2048
 _LANES = 16
 # Query rows of a work item, heads that share a KV head among them: what their sums take stays in a core's cache.
 _ROWS_OF_AN_ITEM = 48
+# The products of int8 keys are summed up in 32 bits.
+_LARGEST_INT8_HEAD = 512
 # With fewer, the segments of long contexts are spread over threads.
 _ITEMS_OF_A_THREAD = 4
 
@@ -45,7 +48,9 @@ Plan = CompiledPlan | torch_attention.AttentionPlan
 def _serves(cache: Tensor) -> bool:
     block_size, head_dim = cache.shape[-2:]
     whole_tiles = _TILE_KEYS % block_size == 0 or block_size % _TILE_KEYS == 0
-    return cache.dtype == torch.bfloat16 and head_dim % _LANES == 0 and block_size % _LANES == 0 and whole_tiles
+    # Not float16: as large as bfloat16, it serves whom bfloat16 has too few digits for, and so do its products.
+    served = cache.dtype == torch.bfloat16 or (cache.dtype == torch.int8 and head_dim <= _LARGEST_INT8_HEAD)
+    return served and head_dim % _LANES == 0 and block_size % _LANES == 0 and whole_tiles
 
 
 def plan_attention(batch: AttentionBatch, kv: KVCache, num_heads: int, window: int | None = None) -> Plan:
@@ -124,7 +129,7 @@ def _shared_keys(group: np.ndarray, tables: np.ndarray, block_size: int) -> int:
 def write_kv(key: Tensor, value: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
     """As `kernels.reference.write_kv`."""
     if _serves(layer.key):
-        torch.ops.pagemill_cpu.write_kv(key, value, layer.key, layer.value, slot_mapping)
+        torch.ops.pagemill_cpu.write_kv(key.to(torch.bfloat16), value.to(torch.bfloat16), *layer, slot_mapping)
     else:
         reference.write_kv(key, value, layer, slot_mapping)
 
@@ -139,20 +144,15 @@ def write_qkv(
     """As `kernels.reference.write_qkv`, in one pass over the projection."""
     if not _serves(layer.key):
         return reference.write_qkv(qkv, norms, rotation, layer, slot_mapping)
+    if qkv.dtype != torch.bfloat16:
+        query, key, value = reference.split_qkv(qkv, norms, rotation, layer.key.shape[1], layer.key.shape[3])
+        write_kv(key, value, layer, slot_mapping)
+        return query
     cos, sin = rotation or (None, None)
-    query: Tensor = torch.ops.pagemill_cpu.write_qkv(
-        qkv,
-        norms.query,
-        norms.key,
-        norms.eps,
-        not norms.in_float32,
-        cos,
-        sin,
-        layer.key,
-        layer.value,
-        slot_mapping,
+    turned: Tensor = torch.ops.pagemill_cpu.write_qkv(
+        qkv, norms.query, norms.key, norms.eps, not norms.in_float32, cos, sin, *layer, slot_mapping
     )
-    return query
+    return turned
 
 
 def paged_attention(
@@ -165,15 +165,15 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of the planned batch, as `kernels.reference.paged_attention` defines it.
 
-    Weights are rounded to bfloat16 before they meet the values, unnormalised; all else is float32. A token's result
-    depends neither on what shares its batch nor on how its prompt was cut into chunks.
+    Weights are rounded to bfloat16 before they meet the values, unnormalised; all else is float32. Where the cache is
+    int8, queries and weights are rounded to 16-bit integers instead, each row by its largest. A token's result depends
+    neither on what shares its batch nor on how its prompt was cut into chunks.
     """
     if not isinstance(plan, CompiledPlan):
         return torch_attention.paged_attention(query, layer, plan, scale, softcap, sinks)
     out: Tensor = torch.ops.pagemill_cpu.paged_attention(
-        query,
-        layer.key,
-        layer.value,
+        query.to(torch.bfloat16),
+        *layer,
         plan.block_tables,
         plan.items,
         plan.parts,
@@ -184,4 +184,4 @@ def paged_attention(
         softcap or 0.0,
         sinks,
     )
-    return out
+    return out.to(query.dtype)

@@ -80,9 +80,25 @@ ptrdiff_t token_stride(const Tensor& x) {
 
 std::string instruction_set() { return operations().instruction_set; }
 
-Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& block_tables,
-                       const Tensor& items, const Tensor& parts, int64_t max_queries, int64_t num_segments,
-                       int64_t window, double scale, double softcap, const std::optional<Tensor>& sinks) {
+// One layer's keys or values are bfloat16, or int8 with scales.
+const void* blocks_of(const Tensor& cache, const std::optional<Tensor>& scales) {
+  TORCH_CHECK(cache.is_contiguous(), "blocks must be contiguous");
+  TORCH_CHECK(cache.scalar_type() == (scales ? at::kChar : at::kBFloat16), "bfloat16, or int8 with scales, is wanted");
+  return cache.const_data_ptr();
+}
+
+const float* scales_of(const Tensor& cache, const std::optional<Tensor>& scales) {
+  if (!scales) return nullptr;
+  TORCH_CHECK(cache.size(3) <= kLargestInt8Head, "int8 heads of at most ", kLargestInt8Head, " are served");
+  TORCH_CHECK(scales->is_contiguous() && scales->sizes() == cache.sizes().slice(0, 3), "a scale for each key or value");
+  return scales->const_data_ptr<float>();
+}
+
+Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                       const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
+                       const Tensor& block_tables, const Tensor& items, const Tensor& parts, int64_t max_queries,
+                       int64_t num_segments, int64_t window, double scale, double softcap,
+                       const std::optional<Tensor>& sinks) {
   for (const Tensor* table : {&block_tables, &items, &parts})
     TORCH_CHECK(table->scalar_type() == at::kInt && table->is_contiguous(), "tables must be contiguous int32");
   TORCH_CHECK(items.size(1) == 3 && parts.size(1) == 4, "items: [n, 3], parts: [n, 4]");
@@ -93,8 +109,10 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
   call.out = mutable_bits(out);
   call.query = bits(query);
   call.query_stride = token_stride(query);
-  call.key = bits(key);
-  call.value = bits(value);
+  call.key = blocks_of(key, key_scales);
+  call.value = blocks_of(value, value_scales);
+  call.key_scales = scales_of(key, key_scales);
+  call.value_scales = scales_of(value, value_scales);
   call.block_tables = block_tables.const_data_ptr<int32_t>();
   call.items = items.const_data_ptr<int32_t>();
   call.parts = parts.const_data_ptr<int32_t>();
@@ -114,11 +132,14 @@ Tensor paged_attention(const Tensor& query, const Tensor& key, const Tensor& val
   return out;
 }
 
-WriteCall write_call(const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots) {
+WriteCall write_call(const Tensor& key_cache, const Tensor& value_cache, const std::optional<Tensor>& key_scales,
+                     const std::optional<Tensor>& value_scales, const Tensor& slots) {
   WriteCall call{};
   call.slots = slots.const_data_ptr<int64_t>();
-  call.key_cache = mutable_bits(key_cache);
-  call.value_cache = mutable_bits(value_cache);
+  call.key_cache = const_cast<void*>(blocks_of(key_cache, key_scales));
+  call.value_cache = const_cast<void*>(blocks_of(value_cache, value_scales));
+  call.key_scales = const_cast<float*>(scales_of(key_cache, key_scales));
+  call.value_scales = const_cast<float*>(scales_of(value_cache, value_scales));
   call.num_tokens = slots.numel();
   call.num_kv_heads = int(key_cache.size(1));
   call.block_size = int(key_cache.size(2));
@@ -127,8 +148,9 @@ WriteCall write_call(const Tensor& key_cache, const Tensor& value_cache, const T
 }
 
 void write_kv(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
+              const std::optional<Tensor>& key_scales, const std::optional<Tensor>& value_scales,
               const Tensor& slots) {
-  WriteCall call = write_call(key_cache, value_cache, slots);
+  WriteCall call = write_call(key_cache, value_cache, key_scales, value_scales, slots);
   call.key = bits(key);
   call.value = bits(value);
   call.key_stride = token_stride(key);
@@ -198,10 +220,11 @@ Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin) {
 
 Tensor write_qkv(const Tensor& qkv, const std::optional<Tensor>& query_norm, const std::optional<Tensor>& key_norm,
                  double eps, bool rounds_first, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                 const Tensor& key_cache, const Tensor& value_cache, const Tensor& slots) {
+                 const Tensor& key_cache, const Tensor& value_cache, const std::optional<Tensor>& key_scales,
+                 const std::optional<Tensor>& value_scales, const Tensor& slots) {
   TORCH_CHECK(qkv.dim() == 2 && qkv.stride(1) == 1 && qkv.size(0) == slots.numel(), "qkv: a row for each slot");
   QkvCall call{};
-  call.write = write_call(key_cache, value_cache, slots);
+  call.write = write_call(key_cache, value_cache, key_scales, value_scales, slots);
   const int64_t head_dim = call.write.head_dim, key_size = call.write.num_kv_heads * head_dim;
   const int64_t query_size = qkv.size(1) - 2 * key_size;
   TORCH_CHECK(query_size > 0 && query_size % head_dim == 0, "qkv: heads of the cache's size");
@@ -336,18 +359,21 @@ std::tuple<Tensor, Tensor> gumbel_argmax(const Tensor& logits, const Tensor& tem
 TORCH_LIBRARY(pagemill_cpu, library) {
   library.def("instruction_set() -> str", instruction_set);
   library.def(
-      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor block_tables, Tensor items, Tensor parts, "
-      "int max_queries, int num_segments, int window, float scale, float softcap, Tensor? sinks) -> Tensor",
+      "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? key_scales, Tensor? value_scales, "
+      "Tensor block_tables, Tensor items, Tensor parts, int max_queries, int num_segments, int window, float scale, float softcap, Tensor? sinks) -> Tensor",
       paged_attention);
-  library.def("write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> ()",
-              write_kv);
+  library.def(
+      "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scales, "
+      "Tensor(d!)? value_scales, Tensor slots) -> ()",
+      write_kv);
   library.def("rms_norm(Tensor x, Tensor weight, float eps, bool rounds_first) -> Tensor", rms_norm);
   library.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool rounds_first) -> (Tensor, Tensor)",
               add_rms_norm);
   library.def("rotary_embedding(Tensor x, Tensor cos, Tensor sin) -> Tensor", rotary_embedding);
   library.def(
       "write_qkv(Tensor qkv, Tensor? query_norm, Tensor? key_norm, float eps, bool rounds_first, Tensor? cos, "
-      "Tensor? sin, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slots) -> Tensor",
+      "Tensor? sin, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scales, Tensor(d!)? value_scales, "
+      "Tensor slots) -> Tensor",
       write_qkv);
   library.def("silu_and_mul(Tensor gate_up) -> Tensor", silu_and_mul);
   library.def("linear(Tensor x, Tensor weight, Tensor? bias, int size, str kind) -> Tensor", linear);

@@ -4,12 +4,17 @@
 #include <cstddef>
 #include <cstdint>
 
+// Products of 16-bit queries with 8-bit keys are summed up in 32 bits.
+constexpr int kLargestInt8Head = 512;
+
 struct AttentionCall {
   uint16_t* out;          // [num_tokens, num_kv_heads * group, head_dim] bfloat16
   const uint16_t* query;  // the same shape, a token every `query_stride`
   ptrdiff_t query_stride;
-  const uint16_t* key;    // one layer's blocks, see attention.h
-  const uint16_t* value;
+  const void* key;           // one layer's blocks, see kv_blocks.h: bfloat16, or int8 where there are scales
+  const void* value;
+  const float* key_scales;   // [num_blocks, num_kv_heads, block_size], or null
+  const float* value_scales;
   const int32_t* block_tables;  // [num_sequences, max_blocks]
   const int32_t* items;         // [num_items, 3]: first part, parts, keys that these share (a multiple of 64)
   const int32_t* parts;         // [num_parts, 4]: sequence, first row, queries, position of the first
@@ -28,8 +33,10 @@ struct WriteCall {
   const uint16_t* value;
   ptrdiff_t key_stride, value_stride;
   const int64_t* slots;  // [num_tokens]; -1 writes nothing
-  uint16_t* key_cache;
-  uint16_t* value_cache;
+  void* key_cache;     // one layer's blocks, see kv_blocks.h: bfloat16, or int8 where there are scales
+  void* value_cache;
+  float* key_scales;   // [num_blocks, num_kv_heads, block_size], or null
+  float* value_scales;
   int64_t num_tokens;
   int num_kv_heads, block_size, head_dim;
 };

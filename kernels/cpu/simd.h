@@ -1,4 +1,4 @@
-// Sixteen floats, and sixteen pairs of bfloat16, in the two instruction sets that are served.
+// Sixteen floats, and sixteen pairs of bfloat16 or of integers, in the two instruction sets that are served.
 //
 // A pair is two neighbours of the dimension that a product sums over: one `dot` adds both of their products to a lane.
 // Each file that includes this is compiled for one instruction set, see avx512.cpp and avx2.cpp.
@@ -20,6 +20,8 @@ inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1);
 
 using Floats = __m512;
 using Pairs = __m512i;
+
+using Ints = __m512i;  // sixteen of 32 bits
 
 constexpr int kRows = 6;  // of a product at a time: with four panels, 24 sums in registers
 
@@ -47,6 +49,20 @@ inline Floats dot(Floats sum, Pairs a, Pairs b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
 }
+inline Ints no_ints() { return _mm512_setzero_si512(); }
+inline Pairs load_pairs(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline Ints dot_ints(Ints sum, Pairs a, Pairs b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+inline Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline void store_int16(int16_t* p, Floats x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+inline void store_int8(int8_t* p, Floats x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x))); }
+inline Ints bits_of_absolute(Floats x) { return _mm512_castps_si512(_mm512_abs_ps(x)); }
+inline Ints max(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+inline int32_t max_of(Ints x) { return _mm512_reduce_max_epi32(x); }
 // Lanes first <= i < last keep their value, the others become `other`.
 inline Floats keep(Floats x, int first, int last, Floats other) {
   uint32_t below_last = last >= 16 ? 0xffffu : (last <= 0 ? 0u : (1u << last) - 1);
@@ -110,6 +126,10 @@ struct Pairs {
   __m256i low, high;
 };
 
+struct Ints {
+  __m256i low, high;
+};
+
 constexpr int kRows = 2;
 
 inline Floats zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -155,6 +175,36 @@ inline __m256 dot8(__m256 sum, __m256i a, __m256i b) {
       _mm256_castsi256_ps(_mm256_and_si256(a, odd)), _mm256_castsi256_ps(_mm256_and_si256(b, odd)), sum);
 }
 inline Floats dot(Floats sum, Pairs a, Pairs b) { return {dot8(sum.low, a.low, b.low), dot8(sum.high, a.high, b.high)}; }
+inline Ints no_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Pairs load_pairs(const int8_t* p) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+}
+inline Ints dot_ints(Ints sum, Pairs a, Pairs b) {
+  return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low)),
+          _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high))};
+}
+inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+inline __m256i to_int16(Floats x) {
+  // The packing works in halves of 128 bits, and interleaves them.
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0b11011000);
+}
+inline void store_int16(int16_t* p, Floats x) { _mm256_storeu_si256((__m256i*)p, to_int16(x)); }
+inline void store_int8(int8_t* p, Floats x) {
+  const __m256i words = to_int16(x);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+inline Ints bits_of_absolute(Floats x) {
+  const __m256i rest = _mm256_set1_epi32(0x7fffffff);
+  return {_mm256_and_si256(rest, _mm256_castps_si256(x.low)), _mm256_and_si256(rest, _mm256_castps_si256(x.high))};
+}
+inline Ints max(Ints a, Ints b) { return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)}; }
+inline int32_t max_of(Ints x) {
+  const __m256i eight = _mm256_max_epi32(x.low, x.high);
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0b01001110));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0b10110001)));
+}
 inline __m256 keep8(__m256 x, int first, int last, __m256 other) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i inside = _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane),
@@ -205,5 +255,13 @@ inline Floats rounded(Floats x) {
 inline void store_weights(bf16* p, Floats x) { store_narrow(p, x); }
 
 #endif
+
+inline float float_of_bits(int32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+// For the exponents of normal numbers.
+inline float power_of_two(int exponent) { return float_of_bits((exponent + 127) << 23); }
 
 }  // namespace PAGEMILL_ISA

@@ -11,12 +11,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import reference
-from kernels.cache import AttentionBatch, KVCache, allocate_kv_cache
+from kernels.cache import LARGEST_QUANTIZED, AttentionBatch, KVCache, allocate_kv_cache
 from kernels.ops import kernels_for
 from tests.kernels.batches import Chunk, flat_batch
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.int8]
+COMPILED_DTYPES = st.sampled_from([torch.bfloat16, torch.int8])
+DTYPES_OF_CACHE_AND_MODEL = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.int8, torch.bfloat16),
+    (torch.int8, torch.float32),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.float8_e4m3fn, torch.float16),
+]
 HEADS = st.sampled_from([(1, 1), (14, 2), (5, 1), (9, 3), (7, 1), (4, 4)])
 HEAD_DIMS = st.sampled_from([16, 64, 80, 96, 128, 256])
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 130, 200]
@@ -61,8 +71,25 @@ def chunks_of_a_step(draw, block_size: int) -> list[Chunk]:
 def filled_cache(chunks: list[Chunk], block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCache:
     blocks = 1 + max(block for chunk in chunks for block in chunk.blocks)
     kv = allocate_kv_cache(1, blocks, block_size, kv_heads, head_dim, dtype, CPU)
-    kv.data[:, :, 1:] = torch.randn_like(kv.data[:, :, 1:])
+    values = torch.randn(kv.data[:, :, 1:].shape)
+    if kv.scales is not None:
+        # Numbers that are stored as these again, in whatever dtype they come.
+        largest = LARGEST_QUANTIZED[dtype]
+        values = (values * largest / 4).round().clamp(-largest, largest)
+        values[..., 0] = largest
+        kv.scales[:, :, 1:] = 4 / 2.0 ** torch.randint(7, 10, kv.scales[:, :, 1:].shape)
+    kv.data[:, :, 1:] = values.to(dtype)
     return kv
+
+
+def of_model(dtype: torch.dtype) -> torch.dtype:
+    """Of the queries that a cache of `dtype` meets."""
+    return dtype if dtype in (torch.float32, torch.float16) else torch.bfloat16
+
+
+def spoil(kv: KVCache, blocks: int | slice | list[int], offsets: slice, number: float) -> None:
+    """Leave numbers that are not finite in some places of some blocks."""
+    (kv.data if kv.scales is None else kv.scales)[:, :, blocks, :, offsets] = number
 
 
 def as_written(kv: KVCache, batch: AttentionBatch) -> KVCache:
@@ -71,11 +98,19 @@ def as_written(kv: KVCache, batch: AttentionBatch) -> KVCache:
     What blocks hold beyond the contexts was written first, by their former owners.
     """
     own = allocate_kv_cache(1, kv.num_blocks, kv.block_size, kv.data.shape[3], kv.data.shape[5], kv.data.dtype, CPU)
-    own.data[:, :, 1:] = float("nan")
+    spoil(own, slice(1, None), slice(None), float("nan"))
+    layer = kv.layer(0)
     everything = torch.arange(kv.block_size, kv.num_blocks * kv.block_size)
     for slots in (everything, _context_slots(batch, kv.block_size)):
         blocks, offsets = slots // kv.block_size, slots % kv.block_size
-        key, value = (cache[blocks, :, offsets] for cache in kv.layer(0)[:2])
+        key, value = (
+            reference.dequantize_heads(
+                cache[blocks, :, offsets],
+                None if scales is None else scales[blocks, :, offsets],
+                of_model(kv.data.dtype),
+            )
+            for cache, scales in ((layer.key, layer.key_scales), (layer.value, layer.value_scales))
+        )
         kernels_for(CPU).write_kv(key, value, own.layer(0), slots)
     return own
 
@@ -160,14 +195,17 @@ def test_the_definition_is_torchs_own_attention_under_an_explicit_mask(heads, he
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.data(), HEADS, HEAD_DIMS, st.sampled_from([4, 16, 24, 32, 128]), st.sampled_from(DTYPES))
-def test_the_fast_path_agrees_with_the_definition(data, heads, head_dim, block_size, dtype):
+@given(st.data(), HEADS, HEAD_DIMS, st.sampled_from([4, 16, 24, 32, 128]), st.sampled_from(DTYPES_OF_CACHE_AND_MODEL))
+def test_the_fast_path_agrees_with_the_definition(data, heads, head_dim, block_size, dtypes):
+    cache_dtype, dtype = dtypes
     chunks = data.draw(chunks_of_a_step(block_size))
     variant = data.draw(variants(heads[0]))
-    kv = filled_cache(chunks, block_size, heads[1], head_dim, dtype)
+    kv = filled_cache(chunks, block_size, heads[1], head_dim, cache_dtype)
     query = torch.randn(sum(chunk.num_tokens for chunk in chunks), heads[0], head_dim).to(dtype)
     batch = flat_batch(chunks, block_size)
-    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    # A cache that C++ serves is met in bfloat16.
+    exact = dtype == torch.float32 and cache_dtype == torch.float32
+    tolerance = 1e-5 if exact else 4e-2
     defined = attend_by_definition(query, kv, batch, variant)
     torch.testing.assert_close(attend(query, kv, batch, variant), defined, atol=tolerance, rtol=tolerance)
 
@@ -199,11 +237,11 @@ def test_what_a_window_reads_does_not_grow_with_the_context():
 def test_what_a_former_owner_left_in_a_block_is_not_seen(dtype):
     chunks = [Chunk((3, 1), 0, 20), Chunk((2, 5), 16, 1)]
     kv = filled_cache(chunks, 16, 2, 64, dtype)
-    query = torch.randn(21, 6, 64).to(dtype)
+    query = torch.randn(21, 6, 64).to(of_model(dtype))
     batch = flat_batch(chunks, 16)
     before = attend(query, kv, batch)
-    kv.data[:, :, 1, :, 4:] = float("nan")
-    kv.data[:, :, 5, :, 1:] = float("inf")
+    spoil(kv, 1, slice(4, None), float("nan"))
+    spoil(kv, 5, slice(1, None), float("inf"))
     assert torch.equal(attend(query, kv, batch), before)
 
 
@@ -212,19 +250,19 @@ def test_what_lies_in_blocks_past_the_context_is_not_seen(dtype):
     # 74 tokens are the end of the first tile, whose padding reaches the block of the last 10; block 7 is for later.
     chunks = [Chunk((1, 2, 3, 4, 5, 6, 7), 10, 80), Chunk((8, 9), 11, 1)]
     kv = filled_cache(chunks, 16, 2, 64, dtype)
-    query = torch.randn(81, 6, 64).to(dtype)
+    query = torch.randn(81, 6, 64).to(of_model(dtype))
     before = attend(query, kv, flat_batch(chunks, 16))
-    kv.data[:, :, 6, :, 10:] = float("nan")
-    kv.data[:, :, [7, 9]] = float("nan")
+    spoil(kv, 6, slice(10, None), float("nan"))
+    spoil(kv, [7, 9], slice(None), float("nan"))
     assert torch.equal(attend(query, kv, flat_batch(chunks, 16)), before)
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.data(), HEADS, st.sampled_from([16, 64, 128]), st.sampled_from([4, 16, 32]))
-def test_a_row_has_the_same_bits_alone_and_among_others(data, heads, head_dim, block_size):
+@given(st.data(), HEADS, st.sampled_from([16, 64, 128]), st.sampled_from([4, 16, 32]), COMPILED_DTYPES)
+def test_a_row_has_the_same_bits_alone_and_among_others(data, heads, head_dim, block_size, dtype):
     chunks = data.draw(chunks_of_a_step(block_size))
     variant = data.draw(variants(heads[0]))
-    kv = filled_cache(chunks, block_size, heads[1], head_dim, torch.bfloat16)
+    kv = filled_cache(chunks, block_size, heads[1], head_dim, dtype)
     query = torch.randn(sum(chunk.num_tokens for chunk in chunks), heads[0], head_dim).bfloat16()
     together = attend(query, kv, flat_batch(chunks, block_size), variant).split([chunk.num_tokens for chunk in chunks])
     alone = query.split([chunk.num_tokens for chunk in chunks])
@@ -235,11 +273,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others(data, heads, head_dim, b
 @settings(max_examples=50, deadline=None)
 @given(st.data(), HEADS, st.sampled_from([16, 64, 128]), st.integers(2, 400), st.lists(st.integers(1, 399), max_size=5))
 def test_a_prompt_has_the_same_bits_whole_and_in_chunks(data, heads, head_dim, length, cuts):
-    block_size = data.draw(st.sampled_from([4, 16, 32]))
+    block_size, dtype = data.draw(st.sampled_from([4, 16, 32])), data.draw(COMPILED_DTYPES)
     variant = data.draw(variants(heads[0]))
     blocks = tuple(range(1, -(-length // block_size) + 1))
     whole = Chunk(blocks, 0, length)
-    kv = filled_cache([whole], block_size, heads[1], head_dim, torch.bfloat16)
+    kv = filled_cache([whole], block_size, heads[1], head_dim, dtype)
     query = torch.randn(length, heads[0], head_dim).bfloat16()
     expected = attend(query, kv, flat_batch([whole], block_size), variant)
     bounds = [0, *sorted({cut for cut in cuts if cut < length}), length]
@@ -263,11 +301,12 @@ def test_a_long_prompt_has_the_same_bits_whole_and_in_chunks(window, start):
 
 @pytest.mark.parametrize("window", [None, 128, 1000, 3000])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_a_token_after_thousands_has_the_same_bits_as_a_decode_row_and_in_a_chunk(window, with_sinks):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_token_after_thousands_has_the_same_bits_as_a_decode_row_and_in_a_chunk(window, with_sinks, dtype):
     blocks = tuple(range(1, 129))
     variant = Variant(window, sinks=torch.randn(4) if with_sinks else None)
     chunk = Chunk(blocks, 4096 - 64, 64)
-    kv = filled_cache([chunk], 32, 4, 64, torch.bfloat16)
+    kv = filled_cache([chunk], 32, 4, 64, dtype)
     query = torch.randn(64, 4, 64).bfloat16()
     together = attend(query, kv, flat_batch([chunk], 32), variant)
     decoded = [

@@ -14,7 +14,7 @@ from kernels.cache import LayerKV, allocate_kv_cache
 from kernels.cpu import attention, extension, glue, sampling
 from kernels.reference import QueryKeyNorms
 from tests.kernels.batches import Chunk, flat_batch
-from tests.kernels.test_attention import attend, filled_cache
+from tests.kernels.test_attention import Variant, attend, filled_cache
 
 pytestmark = pytest.mark.skipif(not extension.is_served(), reason="no compiler, or no processor that is served")
 
@@ -102,10 +102,20 @@ def test_gates_agree_with_the_definition(size: int) -> None:
 SLOTS = torch.tensor([17, 46, 47, 48, -1, 70])
 
 
-def filled_layer(num_kv_heads: int, head_dim: int) -> LayerKV:
-    kv = allocate_kv_cache(1, 6, 16, num_kv_heads, head_dim, torch.bfloat16, torch.device("cpu"))
-    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(5)))
+def filled_layer(num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> LayerKV:
+    kv = allocate_kv_cache(1, 6, 16, num_kv_heads, head_dim, dtype, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(5)
+    for tensor in kv.tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 10)
     return kv.layer(0)
+
+
+def in_the_definitions_layout(layer: LayerKV) -> LayerKV:
+    """The keys and values of blocks in the layout of kv_blocks.h."""
+    blocks, heads, block_size, head_dim = layer.key.shape
+    key = layer.key.view(blocks, heads, head_dim // 2, block_size, 2).transpose(2, 3).reshape(layer.key.shape)
+    value = layer.value.view(blocks, heads, block_size // 2, head_dim, 2).transpose(3, 4).reshape(layer.value.shape)
+    return layer._replace(key=key, value=value)
 
 
 @pytest.mark.parametrize("norms", [None, "heads", "projection", "heads in float32"])
@@ -143,6 +153,98 @@ def test_a_projection_is_normed_turned_and_stored_as_by_one_operation_after_the_
         assert torch.equal(mine.key, apart.key)
         assert torch.equal(mine.value, apart.value)
         assert not torch.equal(mine.value, filled_layer(num_kv_heads, head_dim).value)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256, 512])
+def test_keys_and_values_are_quantised_as_the_definition_does(head_dim: int) -> None:
+    key, value = normal(2, len(SLOTS), 3, head_dim)
+    key[0, 0], key[1, 1], key[2, 2, 1:] = 0, 1e-39, 1e-30
+    value[0, 0, 5], value[1, 1, 7], value[2, 2, 0] = torch.nan, -torch.inf, 3e38
+    written = filled_layer(3, head_dim, torch.int8)
+    defined = in_the_definitions_layout(written)
+    defined = LayerKV(*(tensor.clone() for tensor in defined))
+    attention.write_kv(key, value, written, SLOTS)
+    # The definition writes zeros over the null block for what has no slot.
+    reference.write_kv(key[SLOTS >= 0], value[SLOTS >= 0], defined, SLOTS[SLOTS >= 0])
+    for mine, its in zip(in_the_definitions_layout(written), defined, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0, equal_nan=True)
+    assert written.value_scales.isnan().sum() == 2
+
+
+def test_a_projection_is_quantised_as_its_keys_and_values_are() -> None:
+    qkv, angles = normal(len(SLOTS), 15 * 64), torch.randn(len(SLOTS), 32)
+    rotation, norms = (angles.cos(), angles.sin()), QueryKeyNorms(normal(64), normal(64), 1e-6, in_float32=False)
+    mine, apart, narrow = (filled_layer(3, 64, dtype) for dtype in (torch.int8, torch.int8, torch.bfloat16))
+    query = attention.write_qkv(qkv, norms, rotation, mine, SLOTS)
+    assert torch.equal(query, attention.write_qkv(qkv, norms, rotation, narrow, SLOTS))
+    places = SLOTS[SLOTS >= 0]
+    key, value = (cache[places // 16, :, places % 16] for cache in in_the_definitions_layout(narrow)[:2])
+    attention.write_kv(key, value, apart, places)
+    for one, other in zip(mine, apart, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(mine.key, filled_layer(3, 64, torch.int8).key)
+
+
+def test_a_model_in_float32_has_a_cache_of_int8() -> None:
+    qkv, angles = torch.randn(len(SLOTS), 8 * 32), torch.randn(len(SLOTS), 16)
+    rotation, norms = (angles.cos(), angles.sin()), QueryKeyNorms(None, torch.randn(32), 1e-6, in_float32=False)
+    mine, apart = filled_layer(2, 32, torch.int8), filled_layer(2, 32, torch.int8)
+    query = attention.write_qkv(qkv, norms, rotation, mine, SLOTS)
+    expected, key, value = reference.split_qkv(qkv, norms, rotation, 2, 32)
+    attention.write_kv(key, value, apart, SLOTS)
+    assert query.dtype == torch.float32
+    assert torch.equal(query, expected)
+    assert all(torch.equal(one, other) for one, other in zip(mine, apart, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_over_int8_differs_from_the_definition_by_hardly_more_than_the_rounding_of_results(
+    head_dim: int, window: int | None
+) -> None:
+    chunks = [Chunk(tuple(range(1, 40)), 600, 20), Chunk((41, 40), 20, 1)]
+    batch, query = flat_batch(chunks, 16), normal(21, 14, head_dim)
+    kv = filled_cache(chunks, 16, 2, head_dim, torch.int8)
+    defined = reference.paged_attention(query.float(), kv.layer(0), batch, head_dim**-0.5, window)
+    rounding = (defined.bfloat16().float() - defined).norm()
+    assert (attend(query, kv, batch, Variant(window)).float() - defined).norm() < 1.01 * rounding
+
+
+@pytest.mark.parametrize("poisoned", ["key", "value", "query"])
+def test_with_int8_what_is_not_finite_spoils_those_that_see_it_and_nobody_else(poisoned: str) -> None:
+    chunks = [Chunk((1, 2, 3, 4, 5, 6), 70, 20), Chunk((7, 8), 15, 2)]
+    kv, query, batch = filled_cache(chunks, 16, 2, 64, torch.int8), normal(22, 6, 64), flat_batch(chunks, 16)
+    before = attend(query, kv, batch)
+    if poisoned == "query":
+        query[5, 4, 3] = torch.nan
+        spoilt = torch.zeros(22, 6, dtype=torch.bool)
+        spoilt[5, 4] = True
+    else:
+        # The key at position 75 of the first sequence, in its fifth block: rows 5 to 19 see it, by the second KV head.
+        kv.scales[0, int(poisoned == "value"), 5, 1, 75 % 16] = torch.nan
+        spoilt = torch.zeros(22, 6, dtype=torch.bool)
+        spoilt[5:20, 3:] = True
+    after = attend(query, kv, batch)
+    assert after[spoilt].isnan().all()
+    assert torch.equal(after[~spoilt], before[~spoilt])
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-20, 1e15])
+def test_with_int8_large_and_small_numbers_are_numbers(size: float) -> None:
+    chunks = [Chunk((1, 2, 3, 4, 5, 6), 70, 20)]
+    kv, query, batch = filled_cache(chunks, 16, 2, 64, torch.int8), normal(20, 6, 64), flat_batch(chunks, 16)
+    before = attend(query, kv, batch)
+    kv.scales[:, 0, 1:] *= size
+    torch.testing.assert_close(
+        attend(query / size, kv, batch) if size > 1e-30 else before, before, atol=0.02, rtol=0.02
+    )
+    kv.scales[:, 0, 1:] /= size
+    kv.scales[:, 1, 1:] *= size
+    scaled = attend(query, kv, batch)
+    if size > 1e-25:
+        torch.testing.assert_close(scaled.float() / size, before.float(), atol=0.02, rtol=0.02)
+    else:
+        assert scaled.isfinite().all()
 
 
 def test_a_projection_agrees_with_the_definition_where_the_cache_is_plain() -> None:
@@ -221,9 +323,10 @@ def test_other_types_are_torchs() -> None:
     assert torch.equal(glue.silu_and_mul(x), reference.silu_and_mul(x))
 
 
-def test_the_result_does_not_depend_on_the_threads() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_the_result_does_not_depend_on_the_threads(dtype: torch.dtype) -> None:
     chunks = [Chunk(tuple(range(1, 140)), 2200, 9), Chunk(tuple(range(140, 144)), 0, 50), Chunk((144, 145), 20, 1)]
-    kv = filled_cache(chunks, 16, 3, 64, torch.bfloat16)
+    kv = filled_cache(chunks, 16, 3, 64, dtype)
     query = normal(60, 9, 64)
     threads = torch.get_num_threads()
     attended = []
@@ -237,7 +340,7 @@ def test_the_result_does_not_depend_on_the_threads() -> None:
 def test_avx2_serves_what_avx512_serves() -> None:
     code = "import sys, pytest; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
     chosen = "norms or rotations or gates or projection or largest or finite or draw or nan or buffer or denormal"
-    chosen += " or agrees or same_bits_alone"
+    chosen += " or agrees or same_bits_alone or int8 or quantised"
     args = [f"tests/kernels/test_{name}.py" for name in ("cpu", "attention", "gumbel")] + ["-k", chosen]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PAGEMILL_CPU_ISA": "avx2"}
     done = subprocess.run([sys.executable, "-c", code, *args], env=env, cwd=ROOT, capture_output=True, timeout=280)
@@ -279,6 +382,14 @@ def test_without_a_compiler_torchs_operations_serve_and_the_log_says_so(tmp_path
 
 
 def test_what_is_not_served_keeps_the_plain_layout() -> None:
-    for block_size, head_dim, dtype in ((16, 72, torch.bfloat16), (24, 64, torch.bfloat16), (16, 64, torch.float32)):
+    for block_size, head_dim, dtype in (
+        (16, 72, torch.bfloat16),
+        (24, 64, torch.bfloat16),
+        (16, 64, torch.float32),
+        (16, 64, torch.float16),
+        (16, 528, torch.int8),
+        (8, 64, torch.int8),
+    ):
         assert not attention._serves(torch.empty(1, 1, block_size, head_dim, dtype=dtype))
-    assert attention._serves(torch.empty(1, 1, 16, 80, dtype=torch.bfloat16))
+    for dtype in (torch.bfloat16, torch.int8):
+        assert attention._serves(torch.empty(1, 1, 16, 80, dtype=dtype))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kernels.cpu import attention, extension
 from tests.kernels.batches import Chunk, flat_batch
-from tests.kernels.test_attention import HEADS, PLAIN, attend, filled_cache, variants
+from tests.kernels.test_attention import COMPILED_DTYPES, HEADS, PLAIN, attend, filled_cache, variants
 
 pytestmark = pytest.mark.skipif(not extension.is_served(), reason="no compiler, or no processor that is served")
 
@@ -34,11 +34,11 @@ def families(draw, block_size: int) -> list[Chunk]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), HEADS, st.sampled_from([16, 64, 80]), st.sampled_from([16, 32, 64]))
-def test_sequences_that_share_blocks_have_the_bits_that_they_have_alone(data, heads, head_dim, block_size):
+@given(st.data(), HEADS, st.sampled_from([16, 64, 80]), st.sampled_from([16, 32, 64]), COMPILED_DTYPES)
+def test_sequences_that_share_blocks_have_the_bits_that_they_have_alone(data, heads, head_dim, block_size, dtype):
     chunks = data.draw(families(block_size))
     variant = data.draw(st.just(PLAIN) | variants(heads[0]))
-    kv = filled_cache(chunks, block_size, heads[1], head_dim, torch.bfloat16)
+    kv = filled_cache(chunks, block_size, heads[1], head_dim, dtype)
     query = torch.randn(sum(chunk.num_tokens for chunk in chunks), heads[0], head_dim).bfloat16()
     rows = query.split([chunk.num_tokens for chunk in chunks])
     together = attend(query, kv, flat_batch(chunks, block_size), variant).split([chunk.num_tokens for chunk in chunks])
@@ -74,10 +74,11 @@ def test_with_a_window_nothing_is_shared() -> None:
     assert plan.items[:, 1:].tolist() == [[1, 0]] * 4
 
 
-def test_a_long_context_is_cut_for_several_threads_and_has_the_same_bits() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_long_context_is_cut_for_several_threads_and_has_the_same_bits(dtype: torch.dtype) -> None:
     long = Chunk(tuple(range(1, 141)), 4470, 1)
     many = [long, *(Chunk((150 + row,), 20, 1) for row in range(20))]
-    kv = filled_cache(many, 32, 2, 64, torch.bfloat16)
+    kv = filled_cache(many, 32, 2, 64, dtype)
     query = torch.randn(21, 4, 64).bfloat16()
     batches = flat_batch([long], 32), flat_batch(many, 32)
     plans = [attention.plan_attention(batch, kv, 4) for batch in batches]
