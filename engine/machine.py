@@ -11,8 +11,6 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 _ROOT = Path("/")
 
 # Of glibc's malloc.h.
@@ -23,11 +21,16 @@ _KEPT_BYTES = 1 << 30
 
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that this process can still allocate: the least of what the machine and each of its groups has left."""
+    # An engine whose options say all sizes runs where psutil is not installed.
+    import psutil
+
     return min([int(psutil.virtual_memory().available), *_cgroup_headrooms(root)])
 
 
 def usable_cores(root: Path = _ROOT) -> int:
     """Physical cores that this process may keep busy: no more than its affinity mask and its groups' quotas allow."""
+    import psutil
+
     affinity = len(os.sched_getaffinity(0))
     physical = psutil.cpu_count(logical=False) or affinity
     return max(1, min([physical, affinity, *(math.ceil(quota) for quota in _cgroup_cpu_quotas(root))]))

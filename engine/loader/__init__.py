@@ -15,9 +15,6 @@ from engine.loader.encoder_config import is_encoder
 from engine.loader.encoder_loader import LoadedEncoder, load_encoder
 from engine.loader.eos import folder_eos_token_ids, gguf_eos_token_ids
 from engine.loader.errors import ModelFileInvalid
-from engine.loader.gguf_config import read_gguf_config
-from engine.loader.gguf_file import GgufFile
-from engine.loader.gguf_tokenizer import gguf_tokenizer
 from engine.loader.headless import BodyTensors, is_headless
 from engine.loader.hf_config import read_hf_config
 from engine.loader.locate import locate_model
@@ -89,7 +86,12 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> PreTrained
     Raises what `load` does.
     """
     path, _ = locate_model(model, with_code=trust_remote_code)
-    return _folder_tokenizer(path, trust_remote_code) if path.is_dir() else gguf_tokenizer(GgufFile(path))
+    if path.is_dir():
+        return _folder_tokenizer(path, trust_remote_code)
+    from engine.loader.gguf_file import GgufFile
+    from engine.loader.gguf_tokenizer import gguf_tokenizer
+
+    return gguf_tokenizer(GgufFile(path))
 
 
 def _load_folder(
@@ -137,6 +139,11 @@ def _folder_decoder(
 
 
 def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device, quantize: Quantize | None) -> LoadedModel:
+    # Folders are loaded where gguf is not installed.
+    from engine.loader.gguf_config import read_gguf_config
+    from engine.loader.gguf_file import GgufFile
+    from engine.loader.gguf_tokenizer import gguf_tokenizer
+
     file = GgufFile(path)
     config, family = read_gguf_config(file)
     config = dataclasses.replace(config, dtype=dtype or config.dtype)

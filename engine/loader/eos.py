@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.loader.gguf_file import GgufFile
 from engine.loader.json_file import read_json
+
+if TYPE_CHECKING:
+    from engine.loader.gguf_file import GgufFile
 
 # Tokens that end a turn in the chat templates of known families; models' own lists do not always name them.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
@@ -21,7 +24,7 @@ def folder_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase | None
     return frozenset(ids | _tokenizer_ids(tokenizer))
 
 
-def gguf_eos_token_ids(file: GgufFile, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+def gguf_eos_token_ids(file: "GgufFile", tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Join what the metadata, the tokenizer and its chat template name."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     return frozenset(_as_ids([file.metadata(key) for key in keys]) | _tokenizer_ids(tokenizer))

@@ -6,6 +6,8 @@
 
 The automata are llguidance's. A matcher moves only by `consume`, so that it outlives preemption: recomputing KV blocks
 does not concern it. Compiling is bounded by llguidance's own limits and by the sizes that `StructuredOutput` allows.
+
+llguidance is imported with the first grammar: an engine that is asked for none runs where it is not installed.
 """
 
 import json
@@ -15,11 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.numpy import fill_next_token_bitmask_par
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -29,6 +28,7 @@ from engine.plan import PlanRow
 from engine.structured.output import StructuredOutput
 
 if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
 # Most take a millisecond; two, so that one which takes a second does not hold up the others.
@@ -46,7 +46,7 @@ class GrammarMatcher:
 
     __slots__ = ("_field", "automaton", "num_mask_words")
 
-    def __init__(self, automaton: LLMatcher, num_mask_words: int, field: str) -> None:
+    def __init__(self, automaton: "LLMatcher", num_mask_words: int, field: str) -> None:
         self.automaton = automaton
         self.num_mask_words = num_mask_words
         self._field = field
@@ -105,7 +105,9 @@ class GrammarCompiler:
             self._cache.popitem(last=False)
         return future
 
-    def _prepare(self) -> LLTokenizer:
+    def _prepare(self) -> "LLTokenizer":
+        import llguidance.hf
+
         tokenizer = self._tokenizer
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise _unsupported("the model comes with none" if tokenizer is None else "the model's is a slow one")
@@ -122,6 +124,8 @@ class GrammarCompiler:
 
 
 def _compile(prepared: "Future[LLTokenizer]", structured_output: StructuredOutput) -> GrammarMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
     field = f"structured_output.{structured_output.kind}"
     try:
         grammar = _grammar(structured_output)
@@ -138,6 +142,8 @@ def _compile(prepared: "Future[LLTokenizer]", structured_output: StructuredOutpu
 
 def _grammar(structured_output: StructuredOutput) -> str:
     """The grammar as llguidance takes it; raises `ValueError` for some that are wrong, where others show later."""
+    from llguidance import LLMatcher, grammar_from
+
     if structured_output.json_object:
         return _json_grammar('{"type":"object"}')
     if structured_output.json is not None:
@@ -152,6 +158,8 @@ def _grammar(structured_output: StructuredOutput) -> str:
 
 
 def _json_grammar(schema: str | dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
     # Models write JSON on one line, with a space after commas and colons or with none. Left free, some never stop.
     return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": " ?"})
 
@@ -192,6 +200,9 @@ class GrammarMasks:
         return GrammarMask(torch.tensor(rows, device=self._device), torch.from_numpy(bitmask).to(self._device))
 
     def _fill(self, matchers: list[GrammarMatcher]) -> np.ndarray:
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
         if self._executor is None:
             self._executor = LLExecutor(min(usable_cores(), torch.get_num_threads(), _MOST_MASK_THREADS))
         bitmask = np.zeros((len(matchers), matchers[0].num_mask_words), dtype=np.int32)
