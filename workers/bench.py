@@ -97,7 +97,7 @@ def model(model: Model, engine: EngineOptions, json: Json = False) -> None:
         profile = measure(LLM(model, **engine.given), model)
     except EngineError as error:
         raise UsageError(error.message, hint=error.hint, code=error.code) from error
-    path = profile_path(model, engine.quantize, config)
+    path = profile_path(model, engine.quantize, config, kv_cache_dtype=engine.kv_cache_dtype)
     Stores(config).put(str(path), profile.model_dump_json(indent=1).encode())
     print_json(profile.model_dump(mode="json")) if json else _print(profile, path)
 
@@ -127,19 +127,24 @@ def engine(
             help="A Python interpreter that has vLLM, OpenVINO GenAI or llama.cpp: how many times its tokens a second."
         ),
     ] = None,
+    peer_preload: Annotated[
+        str, typer.Option(help="Shared libraries to preload into the peer, with colons between: vLLM wants tcmalloc.")
+    ] = "",
     json: Json = False,
 ) -> None:
     """Tokens a second on five workloads of real text, and what share of this machine's limit that is.
 
     W1: mixed lengths. W2: one prefix for all. W3: long prompts. W4: long answers. W5: a tree of prefixes in a KV pool
-    that holds a quarter of it. The end of an answer is ignored, tokens are the likeliest, and loading is not counted.
+    that holds a quarter of it, also in the order of submission. The end of an answer is ignored, tokens are the
+    likeliest, and loading is not counted.
     """
     from workers.bench_engine import bench_engine
 
     runs = []
     try:
         config = EngineConfig(model, **engine.given)
-        for run in bench_engine(config, engine.given, workloads or list(Workloads), scale=scale, python=peer):
+        chosen = workloads or list(Workloads)
+        for run in bench_engine(config, engine.given, chosen, scale=scale, python=peer, preload=peer_preload):
             stderr.print(f"{run.name}: {run.seconds:,.2f} s")
             runs.append(run)
     except EngineError as error:

@@ -36,7 +36,7 @@ class EngineRun:
         flops: Operations of the workload with shared prefixes computed once; None where the shape is not known.
         ceilings: Measured just before.
         products: What the linears multiply, `bfloat16` or `int8`: which ceiling is the engine's.
-        peer, peer_seconds: Another engine's name, and its time for the same token ids; None if it was not asked.
+        peer, peer_seconds: Another engine or another order, and its time for the same token ids; None without one.
     """
 
     name: str
@@ -91,10 +91,12 @@ def bench_engine(
     *,
     scale: float = 1.0,
     python: str | None = None,
+    preload: str = "",
 ) -> Iterator[EngineRun]:
     """Measure the workloads of these names one after the other; `options` are those that `config` was made with.
 
-    With `python`, an interpreter that has a peer, that one works on the same rows after the engine, but for W5.
+    With `python`, an interpreter that has a peer, that one works on the same rows after the engine, but for W5; with
+    the shared libraries of `preload`, with colons between.
     Raises `ConfigError` for a model without a tokenizer, and what loading the model raises.
     """
     options = {"preallocate_kv": True, **options}
@@ -103,7 +105,7 @@ def bench_engine(
     warm_ups = build_workloads(encode, scale=scale * _WARM_UP_SHARE, edition=1)
     model = read_model_config(config)
     with ExitStack() as stack:
-        peer = stack.enter_context(ready_peer(python, config.model)) if python else None
+        peer = stack.enter_context(ready_peer(python, config.model, preload)) if python else None
         llm: LLM | None = None
         for name in names:
             workload, warm_up = workloads[name], warm_ups[name]
@@ -125,13 +127,19 @@ def _beside(peer: ReadyPeer, run: EngineRun, workload: Workload, warm_up: Worklo
 def _in_a_tight_pool(
     config: EngineConfig, options: dict[str, Any], model: ModelConfig | None, workload: Workload, warm_up: Workload
 ) -> Iterator[EngineRun]:
-    """By the policy of `config`, and in the order of submission if that is another."""
+    """By the policy of `config`, and beside that, if it is another, in the order of submission."""
     num_kv_blocks = 1 - -(workload.kv_tokens or 0) // config.block_size
+    runs = []
     for policy in dict.fromkeys((config.scheduling_policy, "fcfs")):
         gc.collect()
         tight = {**options, "num_kv_blocks": num_kv_blocks, "scheduling_policy": policy}
-        run = measure(LLM(config.model, **tight), config, model, workload, warm_up)
-        yield run if policy == config.scheduling_policy else replace(run, title=f"{run.title}, as submitted")
+        runs.append(measure(LLM(config.model, **tight), config, model, workload, warm_up))
+    own, *others = runs
+    for submitted in others:
+        yield replace(own, peer="as submitted", peer_seconds=submitted.seconds)
+        yield replace(submitted, title=f"{submitted.title}, as submitted")
+    if not others:
+        yield own
 
 
 def encoder(config: EngineConfig) -> Encode:

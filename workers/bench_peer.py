@@ -104,7 +104,7 @@ class ReadyPeer:
 
 
 @contextmanager
-def ready_peer(python: str, model: str) -> Iterator[ReadyPeer]:
+def ready_peer(python: str, model: str, preload: str = "") -> Iterator[ReadyPeer]:
     """Find the peer that `python` has, and make the model for it in a folder that goes away in the end.
 
     Raises `ConfigError` if it has none.
@@ -114,7 +114,7 @@ def ready_peer(python: str, model: str) -> Iterator[ReadyPeer]:
         names = ", ".join(known.package for known in INSTALLED_AS_PEERS)
         raise ConfigError(f"{python} can import none of {names}.", hint="Install one of them there.")
     with tempfile.TemporaryDirectory(prefix="pagemill-peer-") as folder:
-        yield ReadyPeer(peer, python, prepare_model(peer, python, model, Path(folder)))
+        yield ReadyPeer(peer, python, prepare_model(peer, python, model, Path(folder)), preload)
 
 
 def _has(python: str, package: str) -> bool:

@@ -150,9 +150,15 @@ def test_the_command_measures_each_workload_and_the_tree_in_both_orders(
         assert run["floor_seconds"] == pytest.approx(run["flops"] / 2e9)
         assert run["share"] == pytest.approx(run["floor_seconds"] / run["seconds"])
     assert (runs[1]["cached_tokens"], runs[1]["savable_tokens"]) == (512, 512)
+    assert [run["peer"] for run in runs] == [*[""] * 4, "as submitted", ""]
+    assert runs[4]["ratio"] == runs[5]["seconds"] / runs[4]["seconds"]
     shown = CliRunner().invoke(bench, ["engine", "W4", "--model", model, *options])
     assert "W4 decode-heavy" in shown.stdout
     assert "Ceilings before W4" in shown.stdout
+    alone = CliRunner().invoke(
+        bench, ["engine", "W5", "--model", model, *options, "--scheduling-policy", "fcfs", "--json"]
+    )
+    assert [(run["title"], run["peer"]) for run in json.loads(alone.stdout)] == [("tree", "")]
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
