@@ -11,7 +11,7 @@ from engine.loader import LoadedEncoder, LoadedModel, load
 from engine.loader.peft import PeftLoader, adapter_targets
 from engine.lora import LoraCache
 from engine.machine import keep_freed_memory, usable_cores
-from engine.memory import size_host_pool, size_kv_pool
+from engine.memory import kv_cache_dtype, size_host_pool, size_kv_pool
 from engine.models.decoder import Decoder
 from engine.pooling.intake import PoolingIntake, PoolingModel
 from engine.request import Request
@@ -61,10 +61,12 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
     if peft:
         overtakes = _OVERTAKING_BATCHES * limits.max_num_seqs
         adapters = LoraCache(peft.load, max_loras=config.max_loras, max_overtakes=overtakes)
+    model_dtype = str(loaded.config.dtype).removeprefix("torch.")
     info = EngineInfo(
         model=config.model,
-        dtype=str(loaded.config.dtype).removeprefix("torch."),
+        dtype=model_dtype,
         quantize=config.quantize,
+        kv_cache_dtype=model_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         device=str(device),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
@@ -75,12 +77,14 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         tasks=loaded.tasks,
         revision=loaded.revision,
     )
-    kv = _kv_cache(loaded, limits, device)
+    kv_dtype = kv_cache_dtype(config, loaded.config.dtype)
+    kv = _kv_cache(loaded, limits, kv_dtype, device)
     if config.preallocate_kv:
-        kv.data.zero_()
+        for tensor in kv.tensors:
+            tensor.zero_()
     return EngineCore(
         Scheduler(limits, adapters),
-        Runner(loaded.decoder, kv, device, _host_cache(loaded, limits, device)),
+        Runner(loaded.decoder, kv, device, _host_cache(loaded, limits, kv_dtype, device)),
         info,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
@@ -115,16 +119,22 @@ def _device(config: EngineConfig) -> torch.device:
         raise ConfigError(f"device {config.device!r} is not supported.", hint="Take cpu or cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch finds no CUDA device here.")
-    if device.type == "cuda":
-        check_gpu(config)
+    check_device(config, device.type)
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ConfigError("gpu_memory_utilization says nothing on a CPU.", hint="Use kv_cache_memory.")
     return device
 
 
-def check_gpu(config: EngineConfig) -> None:
-    """Raise `ConfigError` if `config` asks for what no GPU does so far."""
-    if config.quantize:
+def check_device(config: EngineConfig, device_type: str) -> None:
+    """Raise `ConfigError` if `config` asks for what a `cpu` or `cuda` does not do."""
+    for kv_dtype, wanted, other in (("fp8", "cuda", "int8"), ("int8", "cpu", "fp8")):
+        if config.kv_cache_dtype == kv_dtype and device_type != wanted:
+            raise ConfigError(
+                f"kv_cache_dtype {kv_dtype} is for {'GPUs' if wanted == 'cuda' else 'CPUs'}, and the device is a "
+                f"{'GPU' if device_type == 'cuda' else 'CPU'}.",
+                hint=f"Take {other}.",
+            )
+    if config.quantize and device_type == "cuda":
         raise ConfigError(
             f"quantize {config.quantize} is for CPUs so far, and the device is a GPU.",
             hint="Leave it out, or take a CPU.",
@@ -150,7 +160,8 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, re
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len ({config.max_model_len}) is beyond the model's own limit of {longest}.")
     tokens_per_request = config.max_model_len or longest
-    bytes_per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
+    kv_dtype = kv_cache_dtype(config, model.dtype)
+    bytes_per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kv_dtype)
     num_kv_blocks = size_kv_pool(
         config,
         device,
@@ -174,7 +185,7 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, re
     )
 
 
-def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache:
+def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
     model = loaded.config
     return allocate_kv_cache(
         model.num_layers,
@@ -182,12 +193,14 @@ def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device
         limits.block_size,
         model.num_kv_heads,
         model.head_dim,
-        model.dtype,
+        dtype,
         device,
     )
 
 
-def _host_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.device) -> KVCache | None:
+def _host_cache(
+    loaded: LoadedModel, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device
+) -> KVCache | None:
     if not limits.num_host_blocks:
         return None
     model = loaded.config
@@ -197,7 +210,7 @@ def _host_cache(loaded: LoadedModel, limits: SchedulerConfig, device: torch.devi
         limits.block_size,
         model.num_kv_heads,
         model.head_dim,
-        model.dtype,
+        dtype,
         torch.device("cpu"),
         pin_memory=device.type == "cuda",
     )
@@ -228,4 +241,5 @@ def _run_full_step(
     )
     for index in range(max_num_seqs):
         scheduler.add(Request(index, [0] * tokens_per_row, params, seed=index))
-    Runner(loaded.decoder, _kv_cache(loaded, limits, device), device).execute(scheduler.schedule())
+    kv = _kv_cache(loaded, limits, kv_cache_dtype(config, loaded.config.dtype), device)
+    Runner(loaded.decoder, kv, device).execute(scheduler.schedule())

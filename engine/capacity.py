@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.build import CPU_BUDGETS, CUDA_BUDGETS, check_gpu
+from engine.build import CPU_BUDGETS, CUDA_BUDGETS, check_device
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelNotSupported
 from engine.loader.encoder_config import is_encoder
@@ -15,7 +15,7 @@ from engine.loader.gguf_file import GgufFile
 from engine.loader.hf_config import read_hf_config
 from engine.loader.locate import locate_model
 from engine.loader.sources import SafetensorsSource, TensorSource
-from engine.memory import DEFAULT_GPU_UTILIZATION, size_kv_pool
+from engine.memory import DEFAULT_GPU_UTILIZATION, kv_cache_dtype, size_kv_pool
 from engine.models.config import ModelConfig
 from kernels.ops import kv_bytes_per_token
 
@@ -39,7 +39,7 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
     """The capacity of the engine that `config` describes, on a GPU of so many bytes, or on this machine's device.
 
     None for a model without a KV cache, and for one that only Transformers' own code can read. Raises ModelNotFound and
-    ModelFileInvalid, and ConfigError for what the engine refuses on a GPU.
+    ModelFileInvalid, and ConfigError for what the engine refuses on the device.
     """
     path, _ = locate_model(config.model)
     if path.is_dir() and is_encoder(path):
@@ -50,11 +50,11 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
         return None
     dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     weights = _weight_bytes(config, model, _elements(source), dtype)
-    per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
+    kv_dtype = kv_cache_dtype(config, dtype)
+    per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kv_dtype)
     if gpu_memory is None and config.device != "cpu" and torch.cuda.is_available():
         gpu_memory = torch.cuda.mem_get_info()[1]
-    if gpu_memory is not None:
-        check_gpu(config)
+    check_device(config, "cpu" if gpu_memory is None else "cuda")
     max_num_seqs = config.max_num_seqs or (CPU_BUDGETS if gpu_memory is None else CUDA_BUDGETS)[0]
     longest = config.max_model_len or model.max_position_embeddings
     tokens = _pool_tokens(config, gpu_memory, weights, per_token, longest, max_num_seqs)

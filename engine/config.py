@@ -14,6 +14,7 @@ MAX_LORA_RANK = 256
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
 Quantize = Literal["int8"]
+KvCacheDtype = Literal["auto", "bfloat16", "float16", "int8", "fp8"]
 SchedulingPolicy = Literal["prefix", "fcfs"]
 
 
@@ -30,6 +31,9 @@ class EngineConfig:
             engine's attention; `auto`, the engine's where it knows the family, else Transformers'.
         trust_remote_code: Run Python files that come with a model, for families that Transformers does not know.
         dtype: Of weights, activations and KV cache. `auto`: what suits the model and the device.
+        kv_cache_dtype: Of the KV cache alone; `auto`: that of the model. In 8 bits, `int8` on a CPU and `fp8` (E4M3) on
+            a GPU, each token's head has a scale of its own, and the same memory holds almost twice the tokens of
+            bfloat16. A model in float32 or float16 on a CPU meets a cache of bfloat16 or int8 in bfloat16.
         quantize: `int8`: quantise the linears as the model is loaded, to 8-bit integers with a scale for each output,
             and what they multiply token by token (W8A8). Embeddings, routers, norms and adapters keep their dtype.
             For decoders on a CPU. None: as the checkpoint has them.
@@ -60,6 +64,7 @@ class EngineConfig:
     model_impl: ModelImpl = "auto"
     trust_remote_code: bool = False
     dtype: Dtype = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     quantize: Quantize | None = None
     device: str = "auto"
     max_num_seqs: int | None = None
@@ -83,6 +88,10 @@ class EngineConfig:
             raise ConfigError(f"model must be a path or a name, not {self.model!r}.")
         if self.dtype not in get_args(Dtype):
             raise ConfigError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {self.dtype!r}.")
+        if self.kv_cache_dtype not in get_args(KvCacheDtype):
+            raise ConfigError(
+                f"kv_cache_dtype must be one of {', '.join(get_args(KvCacheDtype))}, not {self.kv_cache_dtype!r}."
+            )
         if self.model_impl not in get_args(ModelImpl):
             raise ConfigError(f"model_impl must be one of {', '.join(get_args(ModelImpl))}, not {self.model_impl!r}.")
         if self.quantize is not None and self.quantize not in get_args(Quantize):

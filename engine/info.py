@@ -12,9 +12,10 @@ Task = Literal["generate", "embed", "score"]
 class EngineInfo:
     """A loaded engine's settings, as resolved for this model and this machine.
 
-    `dtype` is torch's name: `bfloat16`; `quantize` is what the linears were quantised to. An engine without a KV cache
-    has no blocks. `tasks` are what it can be asked. `revision` is the commit of the hub's repository that `model` was
-    resolved to, or None for local files.
+    `dtype` is torch's name: `bfloat16`; `quantize` is what the linears were quantised to, `kv_cache_dtype` one of
+    `EngineConfig`'s but `auto`, or `float32`. An engine without a KV cache has no blocks, and None for their dtype.
+    `tasks` are what it can be asked. `revision` is the commit of the hub's repository that `model` was resolved to, or
+    None for local files.
     """
 
     model: str
@@ -29,11 +30,18 @@ class EngineInfo:
     tasks: tuple[Task, ...] = ("generate",)
     revision: str | None = None
     quantize: Quantize | None = None
+    kv_cache_dtype: str | None = None
 
     @property
     def linear_dtype(self) -> str:
         """What the linears multiply: `int8` where they are quantised, else `dtype`."""
         return self.quantize or self.dtype
+
+    @property
+    def precision(self) -> str:
+        """What answers depend on beside the model: `linear_dtype`, and the KV cache's where it is not the model's."""
+        own = self.kv_cache_dtype not in (None, self.dtype)
+        return f"{self.linear_dtype} kv-{self.kv_cache_dtype}" if own else self.linear_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,22 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.machine import available_memory
 
+_KV_CACHE_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 _CPU_SHARE = 0.5
 _CPU_TOKENS_PER_ROW = 1024
 DEFAULT_GPU_UTILIZATION = 0.9
 _CUDA_SWAP_SPACE = 4 * 2**30
 _CUDA_SWAP_SHARE = 0.25
+
+
+def kv_cache_dtype(config: EngineConfig, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV cache of a model that computes in `model_dtype`."""
+    return _KV_CACHE_DTYPES.get(config.kv_cache_dtype, model_dtype)
 
 
 def size_kv_pool(

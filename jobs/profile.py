@@ -70,15 +70,19 @@ class Profile(BaseModel):
         return f"{self.model} in {self.dtype} on {self.device} of {self.host}, measured on {day}"
 
 
-def profile_path(model: str, quantize: str | None, settings: Settings) -> Path:
-    """Where a model's measurement is kept: quantised, it runs at other rates, and has one of its own."""
+def profile_path(model: str, quantize: str | None, settings: Settings, *, kv_cache_dtype: str = "auto") -> Path:
+    """Where a model's measurement is kept: quantised, it or its KV cache, it runs otherwise, and has one of its own."""
     name = model_key(model) if quantize is None else f"{model_key(model)}-{quantize}"
-    return settings.state_dir / "profiles" / f"{name}.json"
+    own_cache = "" if kv_cache_dtype == "auto" else f"-kv-{kv_cache_dtype}"
+    return settings.state_dir / "profiles" / f"{name}{own_cache}.json"
 
 
-def load_profile(model: str, quantize: str | None, settings: Settings) -> Profile | None:
+def load_profile(
+    model: str, quantize: str | None, settings: Settings, *, kv_cache_dtype: str = "auto"
+) -> Profile | None:
     """The last measurement of a model, if there is one that can be read: one of another version cannot."""
     try:
-        return Profile.model_validate_json(profile_path(model, quantize, settings).read_bytes())
+        path = profile_path(model, quantize, settings, kv_cache_dtype=kv_cache_dtype)
+        return Profile.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):
         return None

@@ -72,7 +72,7 @@ def serve_model(
 
         context.heartbeat.start()
         settle_in()
-        log.info("serving %s (%s on %s) with %d slots", served_name, info.linear_dtype, info.device, slots)
+        log.info("serving %s (%s on %s) with %d slots", served_name, info.precision, info.device, slots)
         try:
             return _run(app, settings, ledger, model_queue(served_name), slots, context.stopping.set)
         finally:
@@ -153,7 +153,7 @@ def slot_context(
 
 
 def _engine_name(info: EngineInfo) -> str:
-    return f"{info.model} {info.linear_dtype} {info.device}"
+    return f"{info.model} {info.precision} {info.device}"
 
 
 class Rate:

@@ -29,7 +29,7 @@ def measure(llm: LLM, model: str) -> Profile:
     sizes = sorted({max(1, info.max_num_seqs // part) for part in (1, 4, 16)} | {1})
     return Profile(
         model=model,
-        dtype=info.linear_dtype,
+        dtype=info.precision,
         device=info.device,
         host=socket.gethostname(),
         measured_at=int(time.time()),

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from engine.config import EngineConfig, Quantize
+from engine.config import EngineConfig, KvCacheDtype, Quantize
 from engine.errors import EngineError
 from engine.prompts import Prompt as EnginePrompt
 from engine.prompts import PromptEncoder
@@ -46,6 +46,9 @@ def estimate(
     quantize: Annotated[
         str | None, typer.Option(help="int8: for workers that have the same option, on this machine.")
     ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="int8, fp8 and others: for workers that have the same option.")
+    ] = "auto",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
@@ -54,7 +57,11 @@ def estimate(
     """Rows, tokens, shared prefixes, what fits, and the time it takes by `pagemill bench model`; runs nothing."""
     config = settings()
     with _engine_errors_as_usage_errors(), tempfile.TemporaryDirectory(prefix="pagemill-estimate-") as folder:
-        engine = EngineConfig(model, quantize=cast(Quantize | None, quantize))
+        engine = EngineConfig(
+            model,
+            quantize=cast(Quantize | None, quantize),
+            kv_cache_dtype=cast(KvCacheDtype, kv_cache_dtype),
+        )
         # Nothing is left behind: where the planner has to copy the input, it does so here.
         local = config.model_copy(update={"storage": folder})
         stores = Stores(local)
@@ -72,7 +79,7 @@ def estimate(
             model_aliases=tuple(job.model_alias or ()),
             lora=job.lora,
         )
-        profile = load_profile(model, engine.quantize, config)
+        profile = load_profile(model, engine.quantize, config, kv_cache_dtype=engine.kv_cache_dtype)
         found = estimate_of(
             spec,
             stores,
@@ -173,8 +180,10 @@ def _of_time(found: Estimate, engine: EngineConfig) -> list[tuple[str, str]]:
     if found.duration is None:
         if found.fit is not None and not found.fit.rows_at_once:
             return facts
-        quantize = f" --quantize {engine.quantize}" if engine.quantize else ""
-        unmeasured = f"not measured here: `pagemill bench model --model {engine.model}{quantize}` does"
+        options = f" --quantize {engine.quantize}" if engine.quantize else ""
+        if engine.kv_cache_dtype != "auto":
+            options += f" --kv-cache-dtype {engine.kv_cache_dtype}"
+        unmeasured = f"not measured here: `pagemill bench model --model {engine.model}{options}` does"
         why = "answers have no limit" if found.answer_tokens is None else unmeasured
         return [*facts, ("time", f"unknown: {why}")]
     took = found.duration

@@ -16,7 +16,14 @@ _CPU_BUDGETS = (256, 2048)
 _CUDA_BUDGETS = (1024, 16384)
 
 # They size or fill a KV cache, or change how a decoder is loaded.
-_SAY_NOTHING = ("num_kv_blocks", "kv_cache_memory", "swap_space", "gpu_memory_utilization", "max_loras")
+_SAY_NOTHING = (
+    "num_kv_blocks",
+    "kv_cache_memory",
+    "kv_cache_dtype",
+    "swap_space",
+    "gpu_memory_utilization",
+    "max_loras",
+)
 
 
 def assemble_encoder_engine(config: EngineConfig, loaded: LoadedEncoder, device: torch.device) -> EngineCore:
@@ -25,7 +32,7 @@ def assemble_encoder_engine(config: EngineConfig, loaded: LoadedEncoder, device:
     Raises `ConfigError` for options that do not fit the model.
     """
     for name in _SAY_NOTHING:
-        if getattr(config, name):
+        if getattr(config, name) not in (None, 0, "auto"):
             raise ConfigError(f"{name} says nothing for an encoder, which has no KV cache.", hint="Leave it out.")
     default_seqs, default_tokens = _CUDA_BUDGETS if device.type == "cuda" else _CPU_BUDGETS
     max_num_seqs = config.max_num_seqs or default_seqs

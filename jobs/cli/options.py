@@ -307,6 +307,12 @@ class EngineOptions:
     quantize: Annotated[
         str | None, typer.Option(help="int8: the linears in 8-bit integers, on a CPU.", rich_help_panel=_ENGINE)
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, bfloat16, float16; int8 on a CPU, fp8 on a GPU: twice the tokens.", rich_help_panel=_ENGINE
+        ),
+    ] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_ENGINE)] = "auto"
     max_num_seqs: Annotated[int | None, typer.Option(help="Most rows in one step.", rich_help_panel=_ENGINE)] = None
     max_num_batched_tokens: Annotated[

@@ -62,6 +62,7 @@ class VllmOptions:
     """Those of vLLM's engine arguments that mean something here, under its names."""
 
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto"
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16, int8 (CPU) or fp8 (GPU).")] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto"
     max_model_len: Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")] = None
     max_num_seqs: Annotated[int | None, typer.Option(help="Most rows in one step.")] = None
@@ -85,6 +86,7 @@ class VllmOptions:
     def engine(self) -> EngineOptions:
         return EngineOptions(
             dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

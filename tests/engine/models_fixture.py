@@ -89,7 +89,9 @@ def _save(model: LlamaForCausalLM | MistralForCausalLM, path: Path, tokenizer: b
 class PagedRun:
     """A decoder with a KV cache of its own, fed chunk by chunk: what the engine's loop does, without the loop."""
 
-    def __init__(self, decoder: Decoder, *, num_blocks: int = 64, block_size: int = 16) -> None:
+    def __init__(
+        self, decoder: Decoder, *, num_blocks: int = 64, block_size: int = 16, kv_dtype: torch.dtype | None = None
+    ) -> None:
         config = decoder.config
         self.decoder = decoder
         self.block_size = block_size
@@ -99,7 +101,7 @@ class PagedRun:
             block_size,
             config.num_kv_heads,
             config.head_dim,
-            config.dtype,
+            kv_dtype or config.dtype,
             torch.device("cpu"),
         )
         # Handed out from the end, so that no block table is in order.
@@ -124,12 +126,14 @@ class PagedRun:
         return dict(zip(tokens, logits.split([chunk.num_tokens for chunk in chunks]), strict=True))
 
 
-def check_same_bits_in_any_company(decoder: Decoder, rows: Mapping[str, Sequence[int]]) -> None:
+def check_same_bits_in_any_company(
+    decoder: Decoder, rows: Mapping[str, Sequence[int]], kv_dtype: torch.dtype | None = None
+) -> None:
     """Each row's logits are the same to the bit with all others, alone, and with its prompt cut in two."""
-    together = PagedRun(decoder, num_blocks=200)
+    together = PagedRun(decoder, num_blocks=200, kv_dtype=kv_dtype)
     prompts = together.step({name: ids[:-1] for name, ids in rows.items()})
     decoded = together.step({name: ids[-1:] for name, ids in rows.items()})
     for name, ids in rows.items():
-        alone = PagedRun(decoder)
+        alone = PagedRun(decoder, kv_dtype=kv_dtype)
         logits = [alone.step({name: part})[name] for part in (ids[:9], ids[9:-1], ids[-1:])]
         assert torch.equal(torch.cat(logits), torch.cat([prompts[name], decoded[name]])), name

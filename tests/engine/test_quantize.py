@@ -28,6 +28,7 @@ from engine.build import assemble_engine
 from engine.capacity import kv_capacity
 from engine.errors import ConfigError, ModelNotSupported
 from engine.loader import LoadedModel, load
+from engine.memory import kv_cache_dtype
 from engine.messages import NewRequest
 from tests.engine.encoder_fixture import tiny_encoder
 from tests.engine.families import SMALL, random_model, tokens
@@ -52,9 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("quantize") / "model", tie_word_embeddings=True)
 
 
-def prompt_logits(model: LoadedModel, prompts: list[list[int]]) -> Tensor:
+def prompt_logits(model: LoadedModel, prompts: list[list[int]], kv_dtype: torch.dtype | None = None) -> Tensor:
     """Of every token of every prompt, `[num_tokens, vocab_size]` float32."""
-    run = PagedRun(model.decoder, num_blocks=200)
+    run = PagedRun(model.decoder, num_blocks=200, kv_dtype=kv_dtype)
     with torch.inference_mode():
         found = run.step({str(index): prompt for index, prompt in enumerate(prompts)})
     return torch.cat(list(found.values())).float()
@@ -202,14 +203,15 @@ def answers(num_questions: int, **options: Any) -> Answers:
     prompts = [
         model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
     ]
-    core = assemble_engine(EngineConfig("demo", device="cpu", num_kv_blocks=1000, **options), model, CPU)
+    config = EngineConfig("demo", device="cpu", num_kv_blocks=1000, **options)
+    core = assemble_engine(config, model, CPU)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     core.add_requests([NewRequest(index, prompt, params) for index, prompt in enumerate(prompts)])
     tokens: list[list[int]] = [[] for _ in prompts]
     while core.has_unfinished:
         for output in core.step():
             tokens[output.index] = list(output.outputs[0].token_ids)
-    return Answers(prompt_logits(model, prompts[:_PROMPTS]), tokens)
+    return Answers(prompt_logits(model, prompts[:_PROMPTS], kv_cache_dtype(config, dtype)), tokens)
 
 
 def check_bounds(exact: Answers, found: Answers, *, divergence: float, cosine: float, likeliest: float) -> None:
