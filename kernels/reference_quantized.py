@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-INT4_PAIRED = 32
-"""Features are packed in runs of so many: see `Int4Weight`."""
+INT4_RUN = 32
+"""Inputs are packed in runs of so many: see `Int4Weight`."""
 FLOAT8_BLOCK = 128
 """A scale of a float8 weight holds for so many outputs by so many inputs, one of an activation for so many inputs."""
-_HALF = INT4_PAIRED // 2
+_NIBBLES = 4
 # What checkpoints without zero points mean: AWQ and GPTQ store -8 to 7 as 0 to 15.
 INT4_SYMMETRIC_ZERO = 8
 _FLOAT8_LARGEST = 448.0
@@ -22,12 +22,15 @@ _FLOAT8_LARGEST = 448.0
 class Int4Weight(NamedTuple):
     """A linear's weight in four bits, `w = (value - zero) * scale`: the one layout that checkpoints' are turned into.
 
-    A byte holds inputs `32 i + j`, in its low half, and `32 i + 16 + j`, in its high half: so a kernel that takes 16
-    bytes has the halves of two runs of inputs, each contiguous in the activations, and need not interleave them.
+    Of each 32 inputs, word i of eight holds inputs i, 8 + i, 16 + i and 24 + i, the first in its lowest four bits. So
+    the words' lowest bits are of inputs that are contiguous in the activations, and so are the next: a kernel
+    multiplies the four by themselves and never interleaves them. And it unpacks two words, as one of 32 bits, with one
+    mask.
 
-    values `[out_features, in_features / 2]` uint8. scales `[num_groups, out_features]` in a floating dtype, each for
-    `in_features / num_groups` inputs, which is a multiple of 32. zeros, whole numbers from 0 to 16, uint8 of the same
-    shape; None stands for 8. Zeros stay whole numbers, rather than `-zero * scale`, because those round.
+    values `[out_features, in_features / 4]` int16, of which the bits count. scales `[num_groups, out_features]` in a
+    floating dtype, each for `in_features / num_groups` inputs, which is a multiple of 32. zeros, whole numbers from 0
+    to 16, uint8 of the same shape; None stands for 8. Zeros stay whole numbers, rather than `-zero * scale`, because
+    those round.
     """
 
     values: Tensor
@@ -36,7 +39,7 @@ class Int4Weight(NamedTuple):
 
     @property
     def in_features(self) -> int:
-        return 2 * self.values.shape[1]
+        return _NIBBLES * self.values.shape[1]
 
     @property
     def out_features(self) -> int:
@@ -49,14 +52,16 @@ class Int4Weight(NamedTuple):
 
 def pack_int4(values: Tensor) -> Tensor:
     """Return values from 0 to 15, uint8 `[out_features, in_features]`, packed as `Int4Weight.values`."""
-    low, high = values.view(len(values), -1, 2, _HALF).unbind(2)
-    return (low | high << 4).flatten(1)
+    parts = values.view(len(values), -1, _NIBBLES, INT4_RUN // _NIBBLES).int().unbind(2)
+    words = parts[0] | parts[1] << 4 | parts[2] << 8 | parts[3] << 12
+    return words.flatten(1).to(torch.int16)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
     """Return what `pack_int4` packed."""
-    runs = packed.unflatten(1, (-1, _HALF))
-    return torch.stack((runs & 0xF, runs >> 4), dim=2).flatten(1)
+    words = packed.view(len(packed), -1, INT4_RUN // _NIBBLES).int()
+    parts = torch.stack([words >> 4 * place & 0xF for place in range(_NIBBLES)], dim=2)
+    return parts.flatten(1).to(torch.uint8)
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> Int4Weight:

@@ -71,6 +71,8 @@ class Specialisation(NamedTuple):
 
 # Bytes that one program may have. What 100 and 90 have is 228 KiB, of which the driver keeps one.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+# Columns of sm_100's memory for the operands and sums of its matrix instructions.
+TENSOR_MEMORY_COLUMNS = 512
 
 # By row, then architecture.
 _TABLE: dict[str, dict[int, Launch]] = {
@@ -105,10 +107,22 @@ _TABLE: dict[str, dict[int, Launch]] = {
         90: Launch({"BLOCK_M": 128, "BLOCK_N": 32}, num_warps=8, num_stages=4),
     },
     "attention/float32": {80: Launch({"BLOCK_M": 16, "BLOCK_N": 16}, num_stages=1)},
-    "decode/64": {80: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5)},
-    "decode/128": {80: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5)},
+    "decode/64": {
+        80: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5),
+        90: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=7),
+    },
+    "decode/128": {
+        80: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5),
+        100: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=7),
+    },
     "decode/256": {
         80: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=4),
+        90: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5),
+    },
+    "decode/64/float8": {89: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=7)},
+    "decode/128/float8": {89: Launch({"BLOCK_N": 64}, num_warps=4, num_stages=7)},
+    "decode/256/float8": {
+        89: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=4),
         90: Launch({"BLOCK_N": 64}, num_warps=8, num_stages=5),
     },
     "decode/float32": {80: Launch({"BLOCK_N": 32}, num_stages=1)},
@@ -160,6 +174,8 @@ _TABLE: dict[str, dict[int, Launch]] = {
     "w4a16/64": {
         80: Launch({"BLOCK_N": 64, "BLOCK_M": 64}, num_stages=3),
         90: Launch({"BLOCK_N": 128, "BLOCK_M": 64}, num_warps=8, num_stages=4),
+        # Triton 3.7 makes a trap of 128 outputs in groups of 32.
+        100: Launch({"BLOCK_N": 64, "BLOCK_M": 64}, num_stages=4),
     },
 }
 

@@ -12,8 +12,6 @@ that are unpacked, and rounded to the activations' dtype, for this one call. Tha
 products of two batches do: whoever needs the same bits needs batches on one side of the border.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.linear import Linear
-from kernels.reference_quantized import INT4_PAIRED, Int4Weight
+from kernels.reference_quantized import INT4_RUN, Int4Weight
 from kernels.triton.launch import Specialisation, launch_for
 from kernels.triton.split_k import empty_partials, fills_card, num_splits, sum_splits
 
@@ -32,27 +30,60 @@ tiles once for every 64 rows."""
 _FEW_TOKENS = 16
 
 
-@triton.jit
-def _offset_integers(nibbles, DTYPE: tl.constexpr):
-    """Return integers from 0 to 15, uint8, as `DTYPE`, raised by `_raised(DTYPE)`."""
-    if DTYPE == tl.bfloat16:
-        return (nibbles.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    else:
-        return (nibbles.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+# Two words of 16 bits, in one register, to the four numbers of each: 0xEA is (a & b) | c.
+_UNPACK = """
+    {{
+    .reg .b32 word;
+    lop3.b32 $0, $4, 0x000F000F, {one}, 0xEA;
+    shr.u32 word, $4, 4;
+    lop3.b32 $1, word, 0x000F000F, {one}, 0xEA;
+    shr.u32 word, $4, 8;
+    lop3.b32 $2, word, 0x000F000F, {one}, 0xEA;
+    shr.u32 word, $4, 12;
+    lop3.b32 $3, word, 0x000F000F, {one}, 0xEA;
+    }}
+"""
+_UNPACK_BFLOAT16: tl.constexpr = tl.constexpr(_UNPACK.format(one="0x43004300"))
+_UNPACK_FLOAT16: tl.constexpr = tl.constexpr(_UNPACK.format(one="0x64006400"))
 
 
 @triton.jit
-def _raised(DTYPE: tl.constexpr):
-    return 128.0 if DTYPE == tl.bfloat16 else 1024.0
+def _unpack(words, DTYPE: tl.constexpr):
+    """Return the four numbers of each word, the lowest first, as `DTYPE`, raised as by `_raised`.
+
+    In Triton's own operations each number would have a register to itself: more instructions than there is time for
+    while the next words arrive.
+    """
+    first, second, third, fourth = tl.inline_asm_elementwise(
+        asm=_UNPACK_BFLOAT16 if DTYPE == tl.bfloat16 else _UNPACK_FLOAT16,
+        constraints="=r,=r,=r,=r,r",
+        args=[words],
+        dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16),
+        is_pure=True,
+        pack=2,
+    )
+    return (
+        first.to(DTYPE, bitcast=True),
+        second.to(DTYPE, bitcast=True),
+        third.to(DTYPE, bitcast=True),
+        fourth.to(DTYPE, bitcast=True),
+    )
+
+
+@triton.jit
+def _raised(small, DTYPE: tl.constexpr):
+    """Return integers below 128 as `DTYPE`, with 128 (bfloat16) or 1024 (float16) added."""
+    bits: tl.constexpr = 0x4300 if DTYPE == tl.bfloat16 else 0x6400
+    return (small.to(tl.uint16) | bits).to(DTYPE, bitcast=True)
 
 
 @triton.jit
 def _zeros(zeros_ptr, places, inside, DTYPE: tl.constexpr):
-    """Return a group's zeros, raised as `_offset_integers` are; all of it is exact in `DTYPE`."""
+    """Return a group's zeros, raised as what `_unpack` returns is: their difference is exact."""
     if zeros_ptr is None:
-        return (tl.full(places.shape, 8.0, tl.float32) + _raised(DTYPE)).to(DTYPE)
+        return _raised(tl.full(places.shape, 8, tl.uint8), DTYPE)
     else:
-        return (tl.load(zeros_ptr + places, mask=inside, other=0).to(tl.float32) + _raised(DTYPE)).to(DTYPE)
+        return _raised(tl.load(zeros_ptr + places, mask=inside, other=0), DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -66,45 +97,62 @@ def w4a16_kernel(
     num_tokens,
     out_features,
     in_features,
-    group_size,
     tiles_of_split,
     SPLITS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Write `[num_tokens, out_features]`, or with a second grid axis above one, each split's part of it in float32.
 
-    The grid is (tiles of outputs, splits that are not summed here, tiles of tokens). `BLOCK_K` divides `group_size`.
+    The grid is (tiles of outputs, splits that are not summed here, tiles of tokens). Where `BLOCK_K` does not divide
+    `GROUP_SIZE`, each run of 32 inputs is multiplied by itself, with zeros in place of the rest of x's tile.
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    HALF: tl.constexpr = BLOCK_K // 2
+    WORDS: tl.constexpr = BLOCK_K // 4
+    PARTS: tl.constexpr = 1 if GROUP_SIZE % BLOCK_K == 0 else BLOCK_K // 32
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_output, is_token = outputs < out_features, tokens < num_tokens
-    places = tl.arange(0, HALF)
-    # Where the low halves of these bytes lie in a row of x; see `Int4Weight`.
-    low_places = places // 16 * 32 + places % 16
-    x_rows = x_ptr + tokens.to(tl.int64)[:, None] * in_features + low_places[None, :]
-    value_rows = values_ptr + outputs.to(tl.int64)[:, None] * (in_features // 2) + places[None, :]
-    k_tiles = in_features // BLOCK_K
+    words = tl.arange(0, WORDS)
+    # Where the lowest numbers of these words lie in a row of x; see `Int4Weight`.
+    places = words // 8 * 32 + words % 8
+    x_rows = x_ptr + tokens.to(tl.int64)[:, None] * in_features + places[None, :]
+    value_rows = values_ptr + outputs.to(tl.int64)[:, None] * (in_features // 4) + words[None, :]
+    k_tiles = tl.cdiv(in_features, BLOCK_K)
 
     first = tl.program_id(1) * tiles_of_split
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for split in range(SPLITS):
         start = first + split * tiles_of_split
-        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for tile in range(start, tl.minimum(start + tiles_of_split, k_tiles)):
-            packed = tl.load(value_rows + tile * HALF, mask=is_output[:, None], other=0)
-            low_x = tl.load(x_rows + tile * BLOCK_K, mask=is_token[:, None], other=0.0)
-            high_x = tl.load(x_rows + tile * BLOCK_K + 16, mask=is_token[:, None], other=0.0)
-            group = tile * BLOCK_K // group_size * out_features + outputs
-            scales = tl.load(scales_ptr + group, mask=is_output, other=0.0).to(tl.float32)
-            zeros = _zeros(zeros_ptr, group, is_output, DTYPE)[:, None]
-            sums = tl.dot(_offset_integers(packed & 0xF, DTYPE) - zeros, tl.trans(low_x))
-            sums = tl.dot(_offset_integers(packed >> 4, DTYPE) - zeros, tl.trans(high_x), sums)
-            part += sums * scales[:, None]
-        total += part
+            is_word = is_output[:, None]
+            if PARTS > 1:
+                is_word = is_word & (tile * WORDS + words < in_features // 4)[None, :]
+            packed = tl.load(value_rows + tile * WORDS, mask=is_word, other=0)
+            w0, w1, w2, w3 = _unpack(packed, DTYPE)
+            for part in tl.static_range(PARTS):
+                is_x = is_token[:, None]
+                if PARTS > 1:
+                    is_x = is_x & ((words // 8 == part) & (tile * BLOCK_K + places < in_features))[None, :]
+                x = x_rows + tile * BLOCK_K
+                x0 = tl.trans(tl.load(x, mask=is_x, other=0.0))
+                x1 = tl.trans(tl.load(x + 8, mask=is_x, other=0.0))
+                x2 = tl.trans(tl.load(x + 16, mask=is_x, other=0.0))
+                x3 = tl.trans(tl.load(x + 24, mask=is_x, other=0.0))
+                group = (tile * BLOCK_K + part * 32) // GROUP_SIZE
+                is_scale = is_output if PARTS == 1 else is_output & (group * GROUP_SIZE < in_features)
+                at = group * out_features + outputs
+                scales = tl.load(scales_ptr + at, mask=is_scale, other=0.0).to(tl.float32)
+                zeros = _zeros(zeros_ptr, at, is_scale, DTYPE)[:, None]
+                products = tl.dot(w0 - zeros, x0)
+                products = tl.dot(w1 - zeros, x1, products)
+                products = tl.dot(w2 - zeros, x2, products)
+                products = tl.dot(w3 - zeros, x3, products)
+                sums += products * scales[:, None]
+        total += sums
 
     inside = is_token[:, None] & is_output[None, :]
     row = tl.program_id(1).to(tl.int64) * num_tokens + tokens
@@ -122,37 +170,35 @@ def dequantize_int4_kernel(
     out_ptr,
     out_features,
     in_features,
-    group_size,
+    GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
-    """Write the weight, `[out_features, in_features]`, rounded once from float32."""
+    """Write the weight, `[out_features, in_features]`, rounded once from float32; a program has one run of inputs."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    HALF: tl.constexpr = BLOCK_K // 2
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_output = outputs < out_features
-    places = tl.arange(0, HALF)
-    start = tl.program_id(1) * BLOCK_K
+    run = tl.program_id(1)
+    is_output = (outputs < out_features)[:, None]
+    words = tl.arange(0, 8)[None, :]
     rows = outputs.to(tl.int64)[:, None]
-    packed = tl.load(values_ptr + rows * (in_features // 2) + start // 2 + places, mask=is_output[:, None], other=0)
-    group = start // group_size * out_features + outputs
-    scales = tl.load(scales_ptr + group, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    zeros = _zeros(zeros_ptr, group, is_output, DTYPE).to(tl.float32)[:, None]
-    low = (_offset_integers(packed & 0xF, DTYPE).to(tl.float32) - zeros) * scales
-    high = (_offset_integers(packed >> 4, DTYPE).to(tl.float32) - zeros) * scales
-    to = out_ptr + rows * in_features + start + places // 16 * 32 + places % 16
-    tl.store(to, low.to(DTYPE), mask=is_output[:, None])
-    tl.store(to + 16, high.to(DTYPE), mask=is_output[:, None])
+    packed = tl.load(values_ptr + rows * (in_features // 4) + run * 8 + words, mask=is_output, other=0)
+    at = run * 32 // GROUP_SIZE * out_features + outputs[:, None]
+    scales = tl.load(scales_ptr + at, mask=is_output, other=0.0).to(tl.float32)
+    zeros = _zeros(zeros_ptr, at, is_output, DTYPE).to(tl.float32)
+    w0, w1, w2, w3 = _unpack(packed, DTYPE)
+    to = out_ptr + rows * in_features + run * 32 + words
+    tl.store(to, ((w0.to(tl.float32) - zeros) * scales).to(DTYPE), mask=is_output)
+    tl.store(to + 8, ((w1.to(tl.float32) - zeros) * scales).to(DTYPE), mask=is_output)
+    tl.store(to + 16, ((w2.to(tl.float32) - zeros) * scales).to(DTYPE), mask=is_output)
+    tl.store(to + 24, ((w3.to(tl.float32) - zeros) * scales).to(DTYPE), mask=is_output)
 
 
 def dequantize_int4(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     """Return the weight, `[out_features, in_features]`, rounded to `dtype`, bfloat16 or float16."""
     launch = launch_for("dequantize_int4", weight.values.device)
     out = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=weight.values.device)
-    block_k = _inputs_of_a_tile(weight)
-    grid = (triton.cdiv(weight.out_features, launch.meta["BLOCK_N"]), weight.in_features // block_k)
+    grid = (triton.cdiv(weight.out_features, launch.meta["BLOCK_N"]), weight.in_features // INT4_RUN)
     dequantize_int4_kernel[grid](
-        *weight, out, weight.out_features, weight.in_features, weight.group_size, BLOCK_K=block_k, **launch.options
+        *weight, out, weight.out_features, weight.in_features, GROUP_SIZE=weight.group_size, **launch.options
     )
     return out
 
@@ -172,7 +218,7 @@ def multiply_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     """Do as `int4_linear` by tiles, whatever the number of rows."""
     launch = launch_for("w4a16/16" if len(x) <= _FEW_TOKENS else "w4a16/64", x.device)
     block_k = _inputs_of_a_tile(weight)
-    k_tiles = weight.in_features // block_k
+    k_tiles = triton.cdiv(weight.in_features, block_k)
     splits = num_splits(weight.out_features, k_tiles)
     row_tiles = triton.cdiv(len(x), launch.meta["BLOCK_M"])
     apart = splits if not fills_card(weight.out_features, row_tiles) else 1
@@ -187,9 +233,9 @@ def multiply_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
         len(x),
         weight.out_features,
         weight.in_features,
-        weight.group_size,
         triton.cdiv(k_tiles, splits),
         SPLITS=splits // apart,
+        GROUP_SIZE=weight.group_size,
         BLOCK_K=block_k,
         **launch.options,
     )
@@ -208,61 +254,56 @@ def pack_int4_linear(weight: Int4Weight, bias: Tensor | None) -> Linear:
 
 
 def _inputs_of_a_tile(weight: Int4Weight) -> int:
-    """Return how many inputs have one scale and are unpacked at a time: 128, or less if groups are no multiple."""
-    if weight.group_size % INT4_PAIRED:
-        raise ValueError(f"A group has {weight.group_size} inputs; 4-bit products need a multiple of {INT4_PAIRED}.")
-    return math.gcd(weight.group_size, 128)
+    if weight.group_size % INT4_RUN:
+        raise ValueError(f"A group has {weight.group_size} inputs; 4-bit products need a multiple of {INT4_RUN}.")
+    return 128 if weight.group_size % 128 == 0 else 64
 
 
-def _gemm(row: str, dtype: str, block_k: int, splits: int, zeros: str | None) -> Specialisation:
+def _gemm(row: str, dtype: str, group_size: int, splits: int, *, zeros: bool) -> Specialisation:
     arguments = {
         "x_ptr": f"*{dtype}:16",
-        "values_ptr": "*u8:16",
+        "values_ptr": "*i16:16",
         "scales_ptr": f"*{dtype}:16",
-        "zeros_ptr": zeros,
+        "zeros_ptr": "*u8:16" if zeros else None,
         "bias_ptr": None if splits == 1 else f"*{dtype}:16",
         "out_ptr": "*fp32:16" if splits == 1 else f"*{dtype}:16",
         "num_tokens": "i32",
         "out_features": "i32:16",
         "in_features": "i32:16",
-        "group_size": "i32:16",
         "tiles_of_split": "i32",
         "SPLITS": splits,
-        "BLOCK_K": block_k,
+        "GROUP_SIZE": group_size,
+        "BLOCK_K": 128 if group_size % 128 == 0 else 64,
     }
-    variant = f"{dtype} K={block_k} splits={splits}{' zeros' if zeros else ''}"
+    variant = f"{dtype} group={group_size} splits={splits}{' zeros' if zeros else ''}"
     return Specialisation(w4a16_kernel, row, arguments, hot=True, matrix=True, variant=variant)
+
+
+def _dequantize(dtype: str) -> Specialisation:
+    arguments = {
+        "values_ptr": "*i16:16",
+        "scales_ptr": f"*{dtype}:16",
+        "zeros_ptr": "*u8:16",
+        "out_ptr": f"*{dtype}:16",
+        "out_features": "i32:16",
+        "in_features": "i32:16",
+        "GROUP_SIZE": 128,
+    }
+    return Specialisation(dequantize_int4_kernel, "dequantize_int4", arguments, hot=True, variant=dtype)
 
 
 SPECIALISATIONS = (
     *(
-        _gemm(row, dtype, block_k, splits, zeros)
+        _gemm(row, dtype, group_size, splits, zeros=zeros)
         for row in ("w4a16/16", "w4a16/64")
-        for dtype, block_k, splits, zeros in (
-            ("bf16", 128, 1, "*u8:16"),
-            ("bf16", 128, 8, "*u8:16"),
-            ("bf16", 64, 1, "*u8:16"),
-            ("bf16", 32, 1, "*u8:16"),
-            ("fp16", 128, 1, None),
+        for dtype, group_size, splits, zeros in (
+            ("bf16", 128, 1, True),
+            ("bf16", 128, 8, True),
+            ("bf16", 64, 1, True),
+            ("bf16", 32, 1, True),
+            ("fp16", 128, 1, False),
         )
     ),
-    *(
-        Specialisation(
-            dequantize_int4_kernel,
-            "dequantize_int4",
-            {
-                "values_ptr": "*u8:16",
-                "scales_ptr": f"*{dtype}:16",
-                "zeros_ptr": "*u8:16",
-                "out_ptr": f"*{dtype}:16",
-                "out_features": "i32:16",
-                "in_features": "i32:16",
-                "group_size": "i32:16",
-                "BLOCK_K": 128,
-            },
-            hot=True,
-            variant=dtype,
-        )
-        for dtype in ("bf16", "fp16")
-    ),
+    _dequantize("bf16"),
+    _dequantize("fp16"),
 )

@@ -7,13 +7,14 @@ from kernels import reference_quantized as quantized
 from kernels.reference_quantized import Int4Weight
 
 
-def test_four_bits_are_packed_in_halves_of_runs_of_32() -> None:
-    values = (torch.arange(64, dtype=torch.uint8) % 16).repeat(2, 1)
-    values[1] = 15 - values[1]
+def test_a_word_holds_every_eighth_of_32_inputs() -> None:
+    values = torch.randint(16, (2, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     packed = quantized.pack_int4(values)
-    assert packed.shape == (2, 32)
-    assert packed[0, 3] == values[0, 3] | values[0, 19] << 4
-    assert packed[1, 16 + 5] == values[1, 32 + 5] | values[1, 48 + 5] << 4
+    assert packed.shape == (2, 16)
+    nibbles = values.tolist()
+    # Of the second row the second run, and of that the fourth word.
+    word = [nibbles[1][32 + place + 3] for place in (0, 8, 16, 24)]
+    assert packed[1, 8 + 3].item() & 0xFFFF == word[0] | word[1] << 4 | word[2] << 8 | word[3] << 12
     assert torch.equal(quantized.unpack_int4(packed), values)
 
 

@@ -30,12 +30,15 @@ import kernels.triton
 from kernels.triton.launch import Specialisation, launch_on
 
 _PROCESSES = 2
+_STORES = re.compile(r"\b(st\.global|cp\.async\.bulk\.|red\.|atom\.)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
 @dataclass(frozen=True)
 class Compiled:
     """One specialisation on one architecture; `spills` are bytes of a thread, `shared` those of a program.
+
+    `tensor_memory` counts columns of sm_100's memory for matrix instructions.
 
     `error` is why it did not compile, and then the rest says nothing.
     """
@@ -48,6 +51,7 @@ class Compiled:
     registers: int = 0
     spills: int = 0
     shared: int = 0
+    tensor_memory: int = 0
     wgmma: bool = False
 
 
@@ -109,9 +113,18 @@ def compile_one(module: str, index: int, architecture: int) -> Compiled:
         while error.__cause__ is not None:
             error = error.__cause__
         return Compiled(**about, error=f"{type(error).__name__}: {error}")
+    if _STORES.search(compiled.asm["ptx"]) is None:
+        # What Triton makes of some tiles that it cannot lower is a trap, without a word.
+        return Compiled(**about, error="compiled to code that stores nothing")
     registers, spills = _usage(compiled.asm["cubin"])
-    wgmma = "wgmma.mma_async" in compiled.asm["ptx"]
-    return Compiled(**about, registers=registers, spills=spills, shared=compiled.metadata.shared, wgmma=wgmma)
+    return Compiled(
+        **about,
+        registers=registers,
+        spills=spills,
+        shared=compiled.metadata.shared,
+        tensor_memory=compiled.metadata.tmem_size or 0,
+        wgmma="wgmma.mma_async" in compiled.asm["ptx"],
+    )
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.triton import launch
-from kernels.triton.launch import SHARED_MEMORY, Launch, launch_on
+from kernels.triton.launch import SHARED_MEMORY, TENSOR_MEMORY_COLUMNS, Launch, launch_on
 from tests.kernels.triton import offline
 from tests.kernels.triton.offline import Compiled
 
@@ -41,6 +41,7 @@ def test_hot_kernels_spill_no_registers(compiled: list[Compiled]) -> None:
 def test_no_kernel_needs_more_shared_memory_than_there_is(compiled: list[Compiled]) -> None:
     too_large = [one for one in compiled if one.shared > SHARED_MEMORY[one.architecture]]
     assert [f"{one.name} sm_{one.architecture}: {one.shared}" for one in too_large] == []
+    assert [f"{one.name}: {one.tensor_memory}" for one in compiled if one.tensor_memory > TENSOR_MEMORY_COLUMNS] == []
 
 
 def test_matrix_kernels_use_wgmma_on_sm_90(compiled: list[Compiled]) -> None:

@@ -1,16 +1,27 @@
 """Products with four-bit weights, against kernels.reference_quantized."""
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels import reference_quantized as reference
 from kernels.reference_quantized import Int4Weight
 from kernels.triton import split_k, w4a16
+from tests.kernels.triton import ptx
 from tests.kernels.triton.poison import is_poison, poisoned
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _inline_assembly() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_inline_asm", ptx.create_inline_asm)
+        yield
 
 
 def _case(rows: int, outputs: int, inputs: int, group_size: int, seed: int = 0) -> tuple[Tensor, Int4Weight, Tensor]:
