@@ -137,3 +137,13 @@ def test_two_steps_follow_each_other_without_the_host():
     assert [int(x) for x in (got.token_ids, got.positions, got.seq_lens)] == [777, 7, 8]
     inputs.advance_rows(rows, _int32(2), _int32(0, 1), _int32(0), torch.tensor([888]))
     assert rows.token_ids[2, :9].tolist() == [*prompt, 777, 888]
+
+
+def test_the_token_after_the_last_of_a_full_history_is_in_no_history():
+    rows = _rows(3, 4)
+    rows.num_computed[1] = MAX_LEN - 1
+    histories = rows.token_ids.clone()
+    inputs.advance_rows(rows, _int32(1), _int32(0, 1), _int32(0), torch.tensor([777_777]))
+    assert torch.equal(rows.token_ids, histories)
+    assert rows.num_computed[1] == MAX_LEN
+    assert rows.last_sampled[1] == 777_777
