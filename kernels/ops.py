@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -182,6 +183,20 @@ def _of_cpu() -> Kernels:
     )
 
 
+@cache
+def _of_cuda(device: torch.device) -> Kernels:
+    """Triton's kernels where there is triton, and an NVIDIA GPU with what they use: sm_80 has it first."""
+    is_served = torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not is_served or find_spec("triton") is None:
+        return _TORCH
+    # A machine without such a GPU has no triton.
+    from kernels.triton import cuda_kernels
+
+    return cuda_kernels(_TORCH)
+
+
 def kernels_for(device: torch.device) -> Kernels:
     """Return the implementations that serve `device`. For a CPU, C++ is compiled when this is first called."""
-    return _of_cpu() if device.type == "cpu" else _TORCH
+    if device.type == "cpu":
+        return _of_cpu()
+    return _of_cuda(device) if device.type == "cuda" else _TORCH

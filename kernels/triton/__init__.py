@@ -1,0 +1,35 @@
+"""The kernels for NVIDIA GPUs, in Triton. Importing this imports triton: only where the device is such a GPU."""
+
+from kernels import int8, linear
+from kernels.linear import gate_up_packer
+from kernels.ops import Kernels
+from kernels.triton import activations, attention, experts, kv, norms, sampling
+
+_ACTIVATIONS = {
+    "silu": activations.silu_and_mul,
+    "gelu": activations.gelu_and_mul,
+    "gelu_tanh": activations.gelu_tanh_and_mul,
+}
+
+
+def cuda_kernels(rest: Kernels) -> Kernels:
+    """Return the table of what serves an NVIDIA GPU from sm_80 on; `rest` says what is left to torch's operations."""
+    return rest._replace(
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        rms_norm_float32=norms.rms_norm_float32,
+        add_rms_norm_float32=norms.add_rms_norm_float32,
+        silu_and_mul=activations.silu_and_mul,
+        gelu_and_mul=activations.gelu_and_mul,
+        gelu_tanh_and_mul=activations.gelu_tanh_and_mul,
+        clamped_swiglu=activations.clamped_swiglu,
+        mixture_of_experts=experts.mixture_of_experts,
+        write_kv=kv.write_kv,
+        write_qkv=kv.write_qkv,
+        plan_attention=attention.plan_attention,
+        paged_attention=attention.paged_attention,
+        pack_gate_up=gate_up_packer(linear.plain_linear, _ACTIVATIONS),
+        pack_int8_gate_up=gate_up_packer(int8.int8_linear, _ACTIVATIONS),
+        largest=sampling.largest,
+        gumbel_argmax=sampling.gumbel_argmax,
+    )

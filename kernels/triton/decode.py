@@ -5,6 +5,7 @@ group, the heads of several sequences. Programs are started for the items there 
 number, take the next item when they are done with one.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from kernels.cache import LayerKV
 from kernels.triton.launch import Specialisation, launch_for
 from kernels.triton.plan import GROUP_ROWS, ITEM_WIDTH, SEGMENT, DecodePlan
-from kernels.triton.tiles import LOWEST, attend_tile, finish, merge, row_of_table
+from kernels.triton.tiles import LOWEST, attend_tile, finish, head_row, merge
 
 _LEAST_ROWS = 16
 
@@ -178,7 +179,9 @@ def attend_rows(
     num_kv_heads, block_size = layer.key.shape[1:3]
     group, block_d = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
     least_rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
-    launch = launch_for(row_of_table("decode", block_d, query.dtype), query.device)
+    is_float8, is_float32 = layer.key_scales is not None, query.dtype == torch.float32
+    row = head_row("decode", head_dim, query.dtype)
+    launch = launch_for(f"{row}/float8" if is_float8 and not is_float32 else row, query.device)
     counts = plan.counts.split(1)
     for items, count, block_m in ((plan.items, counts[0], least_rows), (plan.groups, counts[1], GROUP_ROWS)):
         programs = min(len(items) * num_kv_heads, plan.most_programs)
@@ -229,33 +232,30 @@ def attend_rows(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             BLOCK_G=triton.next_power_of_2(group),
-            FLOAT8=layer.key_scales is not None,
+            FLOAT8=is_float8,
             **launch.options,
         )
 
 
 def _specialisations() -> tuple[Specialisation, ...]:
-    # Rows of 128 are Llama's, Mistral's and Qwen's heads, 64 and 256 small models' and Gemma's, 80 and 96 Phi's.
     listed = []
     for head_dim, group, dtype, stored, window, softcap in (
         (128, 4, "bf16", "bf16", False, False),
         (128, 8, "bf16", "bf16", True, False),
-        (128, 7, "fp16", "fp16", False, False),
         (128, 4, "bf16", "fp8e4nv", False, False),
         (64, 7, "bf16", "bf16", False, False),
-        (64, 8, "bf16", "fp8e4nv", True, False),
-        (96, 1, "bf16", "bf16", False, False),
-        (80, 1, "fp16", "fp16", False, False),
+        (96, 1, "fp16", "fp16", False, False),
+        (64, 8, "bf16", "fp8e4nv", False, False),
         (256, 2, "bf16", "bf16", True, True),
         (256, 8, "bf16", "fp8e4nv", False, False),
         (64, 3, "fp32", "fp32", False, False),
     ):
         float8 = stored == "fp8e4nv"
         block_d = triton.next_power_of_2(head_dim)
-        launch = "decode/float32" if dtype == "fp32" else f"decode/{block_d}"
+        launch = "decode/float32" if dtype == "fp32" else f"decode/{block_d}/float8" if float8 else f"decode/{block_d}"
         scales = "*fp32:16" if float8 else None
         sinks = "*bf16:16" if window else None
-        for rows in (_LEAST_ROWS, GROUP_ROWS):
+        for rows in (_LEAST_ROWS,) if window or dtype == "fp32" else (_LEAST_ROWS, GROUP_ROWS):
             listed.append(
                 Specialisation(
                     decode_kernel,
@@ -286,7 +286,7 @@ def _specialisations() -> tuple[Specialisation, ...]:
                     variant=f"{head_dim} {group}:1 {dtype} {stored} window={window} rows={rows}",
                 )
             )
-    for head_dim, group in ((64, 7), (128, 8), (256, 2)):
+    for head_dim, group in ((64, 7), (256, 2)):
         arguments = {
             **dict.fromkeys(("sums_ptr", "statistics_ptr"), "*fp32:16"),
             **dict.fromkeys(("rows_ptr", "count_ptr"), "*i32"),

@@ -35,9 +35,9 @@ def serves_blocks(cache: Tensor) -> bool:
     return whole_tiles and whole_heads and cache.is_floating_point()
 
 
-def row_of_table(kernel: str, block_d: int, dtype: torch.dtype) -> str:
-    """Return the row of the launch table for heads padded to `block_d`, and `dtype`, the query's or the cache's."""
-    return f"{kernel}/float32" if dtype == torch.float32 else f"{kernel}/{max(64, block_d)}"
+def head_row(kernel: str, head_dim: int, dtype: torch.dtype) -> str:
+    """Return the row of the launch table for heads of this size; all of float32 share one."""
+    return f"{kernel}/float32" if dtype == torch.float32 else f"{kernel}/{max(64, triton.next_power_of_2(head_dim))}"
 
 
 @triton.jit

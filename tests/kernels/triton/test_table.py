@@ -1,0 +1,62 @@
+"""Which kernels an NVIDIA GPU gets."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from kernels import ops, reference
+from kernels.ops import kernels_for
+from kernels.triton import attention, kv
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_table_is_kept():
+    ops._of_cuda.cache_clear()
+    yield
+    ops._of_cuda.cache_clear()
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_a_gpu_gets_tritons_kernels(monkeypatch, capability):
+    with_gpu(monkeypatch, capability)
+    table = kernels_for(GPU)
+    assert table.paged_attention is attention.paged_attention
+    assert table.plan_attention is attention.plan_attention
+    assert table.write_qkv is kv.write_qkv
+    of_triton = [name for name, kernel in table._asdict().items() if kernel.__module__.startswith("kernels.triton.")]
+    assert len(of_triton) == 15
+    linear = torch.nn.Linear(16, 64).half()
+    gate_up = table.pack_gate_up(linear.weight.detach(), None, "gelu_tanh")
+    x = torch.randn(3, 16).half()
+    expected = reference.gelu_tanh_and_mul(linear(x) - linear.bias)
+    torch.testing.assert_close(gate_up.activated(x), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_a_gpu_that_is_too_old_gets_torchs(monkeypatch):
+    with_gpu(monkeypatch, (7, 5))
+    assert kernels_for(GPU).write_kv is reference.write_kv
+
+
+def test_a_gpu_that_is_not_nvidias_gets_torchs(monkeypatch):
+    with_gpu(monkeypatch, (9, 4))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert kernels_for(GPU).write_kv is reference.write_kv
+
+
+def test_without_triton_a_gpu_gets_torchs(monkeypatch):
+    with_gpu(monkeypatch, (9, 0))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(ops, "find_spec", lambda name: None if name == "triton" else found(name))
+    assert kernels_for(GPU).write_kv is reference.write_kv
+
+
+def test_other_devices_get_torchs():
+    assert kernels_for(torch.device("meta")).write_kv is reference.write_kv
