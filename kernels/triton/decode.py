@@ -16,9 +16,11 @@ from kernels.triton.plan import GROUP_ROWS, ITEM_WIDTH, SEGMENT, DecodePlan
 from kernels.triton.tiles import LOWEST, attend_tile, finish, head_row, merge
 
 _LEAST_ROWS = 16
+# Parts of one tensor, which begin wherever the parts before them end: no reason to compile a step's kernel anew.
+_UNALIGNED = ["items_ptr", "count_ptr", "members_ptr"]
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["table_stride", "window"], do_not_specialize_on_alignment=_UNALIGNED)
 def decode_kernel(
     query_ptr,
     key_ptr,
@@ -123,7 +125,7 @@ def decode_kernel(
         tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_number & (part < 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "count_ptr"])
 def merge_kernel(
     sums_ptr,
     statistics_ptr,

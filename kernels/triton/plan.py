@@ -124,7 +124,7 @@ def reserve_decode(
 
     decode = DecodePlan(
         items=integers(num_rows + num_parts, ITEM_WIDTH),
-        groups=integers(num_parts, ITEM_WIDTH),
+        groups=integers(num_parts if window is None else 0, ITEM_WIDTH),
         members=integers(num_rows + 2 * num_parts, 2),
         rows=integers(num_rows, 3),
         counts=integers(3),
