@@ -59,6 +59,15 @@ def test_a_mixture_is_that_of_the_definition(
     _check(x, expert_ids, weights, _experts(num_experts, hidden, intermediate, bias=bias))
 
 
+def test_a_token_s_experts_are_summed_in_the_order_of_their_numbers() -> None:
+    """In float32 2^25 - 2^25 + 1 is one, and in the other direction it is zero."""
+    ones = torch.ones(3, 8).half()
+    experts = _experts(3, 8, 4, bias=True)
+    constant = StackedExperts(experts.gate_up, None, torch.zeros_like(experts.down), ones, reference.silu_and_mul)
+    expert_ids, weights = torch.tensor([[2, 0, 1]]), torch.tensor([[1.0, 2.0**25, -(2.0**25)]])
+    assert torch.equal(grouped.mixture_of_experts(ones[:1], expert_ids, weights, constant), ones[:1])
+
+
 def test_all_tokens_may_want_one_expert_and_the_others_none() -> None:
     x = torch.randn(37, 24, generator=torch.Generator().manual_seed(1)).half()
     _check(x, torch.full((37, 1), 2), torch.ones(37, 1), _experts(6, 24, 16))
