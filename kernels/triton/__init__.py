@@ -1,11 +1,13 @@
 """The kernels for NVIDIA GPUs, in Triton. Importing this imports triton: only where the device is such a GPU."""
 
+from collections.abc import Mapping
+
 from kernels import int8, linear
-from kernels.linear import gate_up_packer
+from kernels.linear import ActivateAndMul, Activation, gate_up_packer
 from kernels.ops import Kernels
 from kernels.triton import activations, attention, experts, kv, norms, sampling
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
     "silu": activations.silu_and_mul,
     "gelu": activations.gelu_and_mul,
     "gelu_tanh": activations.gelu_tanh_and_mul,

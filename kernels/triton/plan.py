@@ -155,7 +155,8 @@ def refill_decode(
     groups = _groups(rows, batch, kv.block_size, num_heads // num_kv_heads, window)
     programs = multiprocessors * _PROGRAMS_OF_A_MULTIPROCESSOR // num_kv_heads
     tables = _decode_tables(rows, groups, programs, most_parts=len(reserved.sums))
-    for target, source in zip(reserved, tables[:4], strict=False):
+    targets = (reserved.items, reserved.groups, reserved.members, reserved.rows)
+    for target, source in zip(targets, tables[:4], strict=True):
         target[: len(source)].copy_(_uploaded(source, target.device))
     reserved.counts.copy_(_uploaded(_counts(tables), reserved.counts.device))
 
@@ -239,7 +240,7 @@ def _cut(rows: _Rows, groups: list[tuple[np.ndarray, int]], share: int) -> _Tabl
     items = np.stack(
         [rows.sequences[of_item], numbers, np.ones_like(numbers), rows.positions[of_item], first, end], axis=1
     )
-    members = [np.stack([rows.places[of_item], part], axis=1)]
+    listed_members = [np.stack([rows.places[of_item], part], axis=1)]
     group_items, num_members = [], len(of_item)
     for of_group, segments in groups:
         num_parts = int(shared_parts[of_group[0]])
@@ -248,14 +249,14 @@ def _cut(rows: _Rows, groups: list[tuple[np.ndarray, int]], share: int) -> _Tabl
             last_key = segments * SEGMENT - 1
             sequence = int(rows.sequences[of_group[0]])
             group_items.append((sequence, num_members, len(of_group), last_key, index, end_segment))
-            members.append(np.stack([rows.places[of_group], first_parts[of_group] + index], axis=1))
+            listed_members.append(np.stack([rows.places[of_group], first_parts[of_group] + index], axis=1))
             num_members += len(of_group)
     group_items.sort(key=lambda item: item[4] - item[5])
     listed = ~whole
     return _Tables(
         items.astype(np.int32),
         np.array(group_items, dtype=np.int32).reshape(-1, ITEM_WIDTH),
-        np.concatenate(members).astype(np.int32),
+        np.concatenate(listed_members).astype(np.int32),
         np.stack([rows.places[listed], first_parts[listed], parts[listed]], axis=1).astype(np.int32),
         int(parts.sum()),
     )
@@ -263,7 +264,8 @@ def _cut(rows: _Rows, groups: list[tuple[np.ndarray, int]], share: int) -> _Tabl
 
 def _counted(counts: np.ndarray) -> np.ndarray:
     """0, 1, ... up to each count, one after the other."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts: np.ndarray = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - np.repeat(starts, counts)
 
 
 def _counts(tables: _Tables) -> np.ndarray:
@@ -275,11 +277,12 @@ def _on_device(tables: _Tables, kv: KVCache, num_heads: int) -> DecodePlan:
     device, head_dim = kv.data.device, kv.data.shape[5]
     arrays = [*tables[:4], _counts(tables)]
     flat = _uploaded(np.concatenate([array.ravel() for array in arrays]), device)
-    views = [part.view(array.shape) for part, array in zip(flat.split([a.size for a in arrays]), arrays, strict=True)]
+    parts = flat.split([array.size for array in arrays])
+    items, groups, members, rows, counts = (part.view(array.shape) for part, array in zip(parts, arrays, strict=True))
     most_programs = max(len(tables.items), len(tables.groups)) * kv.data.shape[3]
     sums = torch.empty((tables.num_parts, num_heads, head_dim), dtype=torch.float32, device=device)
     statistics = torch.empty((tables.num_parts, num_heads, 2), dtype=torch.float32, device=device)
-    return DecodePlan(*views, sums, statistics, most_programs)
+    return DecodePlan(items, groups, members, rows, counts, sums, statistics, most_programs)
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
