@@ -104,10 +104,14 @@ def attempt(section: str, case: Case, setting: Setting) -> Outcome:
 def _brief(error: Exception) -> str:
     """What was raised, and by which line of this repository."""
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [one for one in stack if Path(one.filename).is_relative_to(_ROOT) and "site-packages" not in one.filename]
+    frames = [one for one in stack if Path(one.filename).is_relative_to(_ROOT) and not _is_aside(one.filename)]
     place = f"{Path(frames[-1].filename).relative_to(_ROOT)}:{frames[-1].lineno}: " if frames else ""
     said = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{place}{said}"[:_LONGEST_DETAIL]
+
+
+def _is_aside(file: str) -> bool:
+    return "site-packages" in file or file == __file__
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, rtol: float, atol: float = 0.0) -> None:

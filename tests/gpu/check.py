@@ -15,7 +15,8 @@ Compiling counts. What there was no time for is named. Whatever a case raises is
 is a process of its own, started again where a kernel took the device down. The last output is one table; the exit
 status is 1 if anything is wrong, and with --strict also if a bar is missed.
 
-Without a GPU, `--device cpu` runs the first two parts at small sizes on Triton's interpreter, which takes minutes.
+Without a GPU, `--device cpu` runs the first two parts at small sizes: the kernels on Triton's interpreter, which takes
+a minute, and the engine with the kernels that CPUs have.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import time
@@ -36,11 +37,11 @@ from typing import Any
 
 import torch
 
-from tests.gpu.cases import Outcome
+from tests.gpu.cases import Outcome, Status
 from tests.gpu.report import table
 
 PARTS = {"kernels": ("kernels",), "engine": ("engine",), "speed": ("kernel speed", "engine speed")}
-SHARES = {"kernels": 0.26, "engine": 0.22, "kernel speed": 0.12, "engine speed": 0.40}
+SHARES = {"kernels": 0.25, "engine": 0.19, "kernel speed": 0.18, "engine speed": 0.38}
 # The longest that a case may say nothing: the first of a process compiles a dozen kernels.
 STALL_S = {"kernels": 90.0, "engine": 120.0, "kernel speed": 90.0, "engine speed": 240.0}
 # What a case may still take when the time of its section is over.
@@ -56,8 +57,8 @@ class Section:
 
     name: str
     deadline: float
-    listed: list[str]
-    outcomes: list[Outcome]
+    listed: list[str] | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
     running: str | None = None
 
     @property
@@ -77,16 +78,15 @@ class Section:
             self.outcomes.append(Outcome(**line))
             say(_line(self.outcomes[-1]))
 
-    def fail(self, reason: str) -> None:
+    def end(self, status: Status, reason: str) -> None:
         """The process ended, or was ended, in the middle of a case, or before it named any."""
-        name = self.running or f"{self.name}: its process"
+        self.outcomes.append(Outcome(self.name, self.running or f"{self.name}: its process", status, reason))
         self.running = None
-        self.outcomes.append(Outcome(self.name, name, "wrong", reason))
         say(_line(self.outcomes[-1]))
 
     def leave_out_the_rest(self) -> None:
         done = set(self.done)
-        left = [name for name in self.listed if name not in done]
+        left = [name for name in self.listed or () if name not in done]
         self.outcomes.extend(Outcome(self.name, name, "left out", NO_TIME) for name in left)
 
 
@@ -95,48 +95,51 @@ def _line(one: Outcome) -> str:
     return " ".join(filter(None, (f"[{one.seconds:6.2f} s]", one.status, one.section, one.name, figures, one.detail)))
 
 
-def run_section(name: str, device: str, deadline: float, folder: Path) -> list[Outcome]:
+def run_section(name: str, options: argparse.Namespace, deadline: float, folder: Path) -> list[Outcome]:
     """Run a section until its deadline, in as many processes as it takes."""
-    section = Section(name, deadline, [], [])
+    section = Section(name, deadline)
     for _ in range(MOST_STARTS):
         known = len(section.done)
-        _run_worker(section, device, folder)
-        finished = bool(section.listed) and set(section.listed) <= set(section.done)
-        if finished or time() >= deadline or len(section.done) == known:
+        _run_worker(section, options, folder)
+        if section.listed is None or set(section.listed) <= set(section.done):
+            break
+        if time() >= deadline or len(section.done) == known:
             break
     section.leave_out_the_rest()
     return section.outcomes
 
 
-def _run_worker(section: Section, device: str, folder: Path) -> None:
+def _run_worker(section: Section, options: argparse.Namespace, folder: Path) -> None:
     reading, writing = os.pipe()
     order = {
         "section": section.name,
-        "device": device,
+        "device": options.device,
         "deadline": section.deadline,
         "folder": str(folder),
         "done": section.done,
+        "match": options.match,
         "pipe": writing,
     }
     command = [sys.executable, "-m", "tests.gpu.worker", json.dumps(order)]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(command, cwd=root, env=_environment(device), pass_fds=(writing,)) as process:
+    silent = False
+    with subprocess.Popen(command, cwd=root, env=_environment(options.device), pass_fds=(writing,)) as process:
         os.close(writing)
         with open(reading, "rb", buffering=0) as pipe:
-            reason = None
             for line in _lines(pipe, section):
+                silent = line is None
                 if line is None:
-                    late = time() >= section.deadline
-                    reason = "cut off: its section's time was over" if late else "it hung: no word for so long"
                     process.kill()
-                    break
-                section.take(json.loads(line))
+                else:
+                    section.take(json.loads(line))
         status = process.wait()
-    if reason and time() >= section.deadline and section.running is not None:
-        section.outcomes.append(Outcome(section.name, section.running, "left out", reason))
-        section.running = None
-    elif reason or status or section.running is not None:
-        section.fail(reason or f"the process ended with status {status}")
+    if silent and time() >= section.deadline:
+        if section.running is not None or section.listed is None:
+            section.end("left out", "cut off: its section's time was over")
+    elif silent:
+        section.end("wrong", f"it hung: no word for {STALL_S[section.name]:.0f} s")
+    elif status or section.running is not None:
+        section.end("wrong", f"the process ended with status {status}")
 
 
 def _lines(pipe: Any, section: Section) -> Iterator[bytes | None]:
@@ -176,8 +179,10 @@ def run(options: argparse.Namespace) -> list[Outcome]:
             say(f"--- {name}: {max(0.0, deadline - time()):.0f} s")
             if name in PARTS["speed"] and options.device == "cpu":
                 outcomes.append(Outcome(name, name, "left out", "a CPU's times say nothing of a GPU"))
-                continue
-            outcomes.extend(run_section(name, options.device, deadline, folder))
+            elif deadline <= time():
+                outcomes.append(Outcome(name, name, "left out", NO_TIME))
+            else:
+                outcomes.extend(run_section(name, options, deadline, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return outcomes
@@ -213,6 +218,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="how long it may take in all (8)")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="some of the parts")
+    parser.add_argument(
+        "--match", nargs="+", default=[], metavar="TEXT", help="only cases with one of these in their name"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes here, tracebacks included")
     parser.add_argument("--strict", action="store_true", help="a bar that is missed is an error")
     parser.add_argument(

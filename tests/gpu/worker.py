@@ -27,12 +27,22 @@ SECTIONS = {
 }
 
 
-def run(section: str, setting: Setting, done: Sequence[str], report: Callable[[dict[str, Any]], None]) -> None:
-    """Run the cases of a section that are not `done`, and report them until the deadline."""
+def run(
+    section: str,
+    setting: Setting,
+    done: Sequence[str],
+    match: Sequence[str],
+    report: Callable[[dict[str, Any]], None],
+) -> None:
+    """Run the cases of a section that are not `done`, and report them until the deadline.
+
+    With `match`, those whose name contains one of these.
+    """
     listed: list[Case] = []
 
     def collect() -> None:
-        listed.extend(importlib.import_module(SECTIONS[section]).cases(setting))
+        found: list[Case] = importlib.import_module(SECTIONS[section]).cases(setting)
+        listed.extend(case for case in found if not match or any(part in case.name for part in match))
 
     collected = attempt(section, Case(f"{section}: its cases", collect), setting)
     if collected.status == "wrong":
@@ -79,7 +89,7 @@ def main() -> None:
     def report(line: dict[str, Any]) -> None:
         pipe.write(json.dumps(line) + "\n")
 
-    run(order["section"], setting, order["done"], report)
+    run(order["section"], setting, order["done"], order["match"], report)
 
 
 if __name__ == "__main__":
