@@ -264,8 +264,9 @@ def _cut(rows: _Rows, groups: list[tuple[np.ndarray, int]], share: int) -> _Tabl
 
 def _counted(counts: np.ndarray) -> np.ndarray:
     """0, 1, ... up to each count, one after the other."""
-    starts: np.ndarray = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) - np.repeat(starts, counts)
+    starts = np.cumsum(counts) - counts
+    numbers: np.ndarray = np.arange(counts.sum()) - np.repeat(starts, counts)
+    return numbers
 
 
 def _counts(tables: _Tables) -> np.ndarray:
