@@ -1,9 +1,14 @@
 """`kv_cache_dtype`: what a KV cache in fewer bits does to logits and answers, what it holds, and where it is refused.
 
-Bounds of the real model leave a margin of about one half to what was measured against float32, see
-`tests.engine.test_quantize`, whose questions and figures these are:
+Bounds of the real model leave a margin of about one half to what was measured against float32, of the prompts and
+the sixty answers of `tests.engine.test_quantize`, by a model in bfloat16:
 
-                                                      bfloat16    bfloat16, KV cache in int8
+                                                KV cache in   bfloat16     int8
+    mean KL divergence, in nats                                 0.0017   0.0029
+    mean cosine similarity                                      0.9996   0.9987
+    tokens where the likeliest is the same                        0.97     0.97
+    answers whose first  8 tokens are the same                    0.95     0.93
+    answers whose first 16 tokens are the same                    0.87     0.75
 """
 
 from pathlib import Path
@@ -162,7 +167,7 @@ def test_an_encoder_has_no_cache_to_choose_a_dtype_for(tmp_path: Path) -> None:
 def check_smollm2(num_questions: int) -> None:
     exact = answers(num_questions, dtype="float32")
     found = answers(num_questions, dtype="bfloat16", kv_cache_dtype="int8")
-    check_bounds(exact, found, divergence=0.004, cosine=0.999, likeliest=0.95)
+    check_bounds(exact, found, divergence=0.0045, cosine=0.998, likeliest=0.94)
     check_agreement(exact, found, 0.75, 0.5)
 
 

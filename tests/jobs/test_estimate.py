@@ -181,6 +181,11 @@ def test_rates_of_a_quantised_model_are_not_those_of_the_model(tmp_path: Path) -
     profile_path("tiny", None, settings).write_text(PROFILE.model_dump_json())
     assert load_profile("tiny", None, settings) == PROFILE
     assert load_profile("tiny", "int8", settings) == quantised
+    assert load_profile("tiny", None, settings, kv_cache_dtype="int8") is None
+    in_int8 = PROFILE.model_copy(update={"dtype": "float32 kv-int8"})
+    profile_path("tiny", None, settings, kv_cache_dtype="int8").write_text(in_int8.model_dump_json())
+    assert load_profile("tiny", None, settings, kv_cache_dtype="int8") == in_int8
+    assert load_profile("tiny", None, settings) == PROFILE
 
 
 def test_it_is_json_for_programs(tmp_path: Path) -> None:

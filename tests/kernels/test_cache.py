@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import reference
 from kernels.cache import allocate_kv_cache, kv_bytes_per_token
 from kernels.ops import copy_block, kernels_for
 
@@ -85,6 +86,48 @@ def test_between_a_gpu_and_pinned_memory_blocks_are_copied_without_allocating():
 def test_bytes_per_token_are_those_of_the_allocation():
     kv = allocate_kv_cache(3, 6, 4, 2, 8, torch.bfloat16, CPU)
     assert kv.data.nbytes == 6 * 4 * kv_bytes_per_token(3, 2, 8, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_scales_have_a_place_for_each_token_and_head_and_count_as_its_bytes(dtype):
+    kv = allocate_kv_cache(3, 6, 4, 2, 8, dtype, CPU)
+    assert kv.scales is not None
+    assert kv.scales.shape == (3, 2, 6, 2, 4)
+    assert not kv.scales[:, :, 0].any()
+    assert sum(tensor.nbytes for tensor in kv.tensors) == 6 * 4 * kv_bytes_per_token(3, 2, 8, dtype)
+    for index, layer in enumerate(kv.layers()):
+        for mine, its in zip(layer, kv.layer(index), strict=True):
+            assert mine.data_ptr() == its.data_ptr()
+    assert kv.layer(1).value_scales.data_ptr() == kv.scales[1, 1].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_block_takes_its_scales_along(dtype):
+    kv, other = (allocate_kv_cache(3, blocks, 4, 2, 8, dtype, CPU) for blocks in (6, 3))
+    for tensor in (*kv.tensors, *other.tensors):
+        tensor.copy_(torch.randn(tensor.shape).to(tensor.dtype))
+    before = [tensor.clone() for tensor in kv.tensors]
+    copy_block(kv, 4, other, 2)
+    copy_block(other, 2, kv, 1)
+    for tensor, was in zip(kv.tensors, before, strict=True):
+        assert torch.equal(tensor[:, :, 1].float(), was[:, :, 4].float())
+        assert torch.equal(tensor[:, :, 2:].float(), was[:, :, 2:].float())
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.int8, 1 / 254), (torch.float8_e4m3fn, 1 / 16)])
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_what_is_stored_in_eight_bits_is_within_half_a_step_of_what_was_given(dtype, step, head_dim):
+    kv = allocate_kv_cache(1, 4, 16, 2, head_dim, dtype, CPU)
+    key, value = torch.randn(2, 5, 2, head_dim) * torch.tensor([1e-3, 1, 1e4, 0, 1e-39]).view(5, 1, 1)
+    slots = torch.tensor([17, 16, 40, -1, 63])
+    reference.write_kv(key, value, kv.layer(0), slots)
+    blocks, offsets = slots // 16, slots % 16
+    for cache, scales, number in zip(kv.layer(0)[:2], kv.layer(0)[2:], (key, value), strict=True):
+        found = reference.dequantize_heads(cache[blocks, :, offsets], scales[blocks, :, offsets], torch.float32)
+        bound = number.abs().amax(-1, keepdim=True) * step + torch.finfo(torch.float32).tiny
+        assert ((found - number).abs() <= bound)[slots >= 0].all()
+        assert not cache[0].float().any()
+        assert not scales[0].any()
 
 
 def test_a_large_cache_begins_at_a_page_and_a_small_one_is_whole() -> None:

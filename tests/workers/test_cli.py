@@ -34,6 +34,12 @@ def test_quantize_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_that_is_started_for_a_job_is_told_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
     options = EngineOptions(
-        dtype="bfloat16", quantize="int8", device="cpu", max_num_seqs=7, enable_prefix_caching=False, num_threads=1
+        dtype="bfloat16",
+        quantize="int8",
+        kv_cache_dtype="int8",
+        device="cpu",
+        max_num_seqs=7,
+        enable_prefix_caching=False,
+        num_threads=1,
     )
     assert served(monkeypatch, "--model", "demo", *options.argv) == EngineConfig("demo", **options.given)
