@@ -26,6 +26,7 @@ __all__ = [
     "AttentionPlan",
     "Expert",
     "GateUp",
+    "GraphPlans",
     "KVCache",
     "Kernels",
     "LayerKV",
@@ -95,6 +96,32 @@ class _PagedAttention(Protocol):
     ) -> Tensor: ...
 
 
+class _ReservePlan(Protocol):
+    def __call__(
+        self, batch: AttentionBatch, kv: KVCache, num_heads: int, window: int | None, max_context_len: int
+    ) -> AttentionPlan: ...
+
+
+class _RefillPlan(Protocol):
+    def __call__(self, plan: AttentionPlan, batch: AttentionBatch, kv: KVCache, num_heads: int) -> None: ...
+
+
+class _ServesCache(Protocol):
+    def __call__(self, kv: KVCache) -> bool: ...
+
+
+class GraphPlans(NamedTuple):
+    """Plans for `paged_attention` in a CUDA graph, whose tensors stay where they are. Not every cache is served so.
+
+    `reserve` makes one for up to as many rows as a batch has, of one query each, and of up to `max_context_len` tokens;
+    no row is planned then. `refill` puts those of a step in its place, in stream order.
+    """
+
+    serves: _ServesCache
+    reserve: _ReservePlan
+    refill: _RefillPlan
+
+
 class _Largest(Protocol):
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -120,6 +147,7 @@ class Kernels(NamedTuple):
     write_qkv: _WriteQkv
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
+    graph_plans: GraphPlans | None  # None: the operations of this table cannot be captured
     pack_linear: PackLinear
     pack_gate_up: PackGateUp
     pack_int8_linear: PackLinear
@@ -143,6 +171,7 @@ _TORCH = Kernels(
     write_qkv=reference.write_qkv,
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,
+    graph_plans=None,
     pack_linear=linear.plain_linear,
     pack_gate_up=gate_up_packer(linear.plain_linear),
     pack_int8_linear=int8.int8_linear,

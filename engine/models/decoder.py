@@ -1,6 +1,6 @@
 """One decoder for all families: the flat mixed batch of a step in, hidden states and logits out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from engine.models.adapters import Adapters, project
 from engine.models.config import ModelConfig
 from engine.models.mlp import FeedForward
+from engine.models.moe import MixtureOfExperts
 from engine.models.rope import RotaryEmbedding
 from kernels.ops import AttentionBatch, AttentionPlan, KVCache, LayerKV, Linear, QueryKeyNorms, kernels_for
 
@@ -50,7 +51,7 @@ class DecoderWeights:
 class _Step(NamedTuple):
     """What the layers of one step share: a plan for each distinct window, cosine and sine for each distinct rope."""
 
-    plans: list[AttentionPlan]
+    plans: Sequence[AttentionPlan]
     rotations: list[tuple[Tensor, Tensor] | None]
     slot_mapping: Tensor
     kv: list[LayerKV]
@@ -85,14 +86,15 @@ class Decoder:
         batch: AttentionBatch,
         kv: KVCache,
         adapters: Adapters | None = None,
+        plans: Sequence[AttentionPlan] | None = None,
     ) -> Tensor:
         """Return the final hidden states `[num_tokens, hidden_size]`, and write this step's keys and values to `kv`.
 
         token_ids and positions are `[num_tokens]` int64, in the order of `batch`. `adapters` add to each projection of
-        a layer before anything reads it.
+        a layer before anything reads it. `plans` are those of `reserve_plans`, where they take the place of the step's.
         """
         layers = self._weights.layers
-        step = self._prepare(positions, batch, kv, adapters)
+        step = self._prepare(positions, batch, kv, adapters, plans)
         residual = self._embed(token_ids)
         hidden = self._norm(residual, layers[0].input_norm)
         next_norms = [*(layer.input_norm for layer in layers[1:]), self._weights.final_norm]
@@ -102,6 +104,26 @@ class Decoder:
             hidden = layer.feed_forward(hidden, adapters)
             hidden, residual = self._join(hidden, residual, layer.feed_forward_out_norm, next_norm)
         return hidden
+
+    def capturable(self, kv: KVCache) -> bool:
+        """Whether a CUDA graph can hold a forward pass: what is launched for it depends on nothing but its size."""
+        plans = self._kernels.graph_plans
+        if plans is None or not plans.serves(kv):
+            return False
+        mixtures = (layer.feed_forward for layer in self._weights.layers)
+        return all(part.capturable for part in mixtures if isinstance(part, MixtureOfExperts))
+
+    def reserve_plans(self, batch: AttentionBatch, kv: KVCache, max_context_len: int) -> Sequence[AttentionPlan]:
+        """Plans of a graph, see `kernels.ops.GraphPlans`; only where that is `capturable`."""
+        assert self._kernels.graph_plans is not None
+        reserve = self._kernels.graph_plans.reserve
+        return [reserve(batch, kv, self.config.num_heads, window, max_context_len) for window in self._windows]
+
+    def refill_plans(self, plans: Sequence[AttentionPlan], batch: AttentionBatch, kv: KVCache) -> None:
+        """Put a step's rows in plans that were reserved."""
+        assert self._kernels.graph_plans is not None
+        for plan in plans:
+            self._kernels.graph_plans.refill(plan, batch, kv, self.config.num_heads)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits `[num_rows, vocab_size]` of final hidden states `[num_rows, hidden_size]`.
@@ -118,9 +140,17 @@ class Decoder:
             logits = softcap * torch.tanh(logits / softcap)
         return logits
 
-    def _prepare(self, positions: Tensor, batch: AttentionBatch, kv: KVCache, adapters: Adapters | None) -> _Step:
-        num_heads = self.config.num_heads
-        plans = [self._kernels.plan_attention(batch, kv, num_heads, window) for window in self._windows]
+    def _prepare(
+        self,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: KVCache,
+        adapters: Adapters | None,
+        plans: Sequence[AttentionPlan] | None,
+    ) -> _Step:
+        if plans is None:
+            num_heads = self.config.num_heads
+            plans = [self._kernels.plan_attention(batch, kv, num_heads, window) for window in self._windows]
         rotations = [None if rope is None else rope.rotation(positions) for rope in self._ropes]
         return _Step(plans, rotations, batch.slot_mapping, kv.layers(), adapters)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.models.adapters import Adapters
 from engine.models.config import MixtureConfig
+from kernels.experts import StackedExperts
 from kernels.ops import Expert, GateUp, Kernels, Linear
 
 
@@ -32,6 +33,11 @@ class MixtureOfExperts:
         self._router = router
         self._experts = experts
         self._kernels = kernels
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold it: experts that are called one by one are not called for every step."""
+        return isinstance(self._experts, StackedExperts)
 
     def __call__(self, x: Tensor, adapters: Adapters | None) -> Tensor:
         """Map `[num_tokens, hidden_size]` to the same shape.

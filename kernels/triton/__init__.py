@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from kernels import int8, linear
 from kernels.linear import ActivateAndMul, Activation, gate_up_packer
-from kernels.ops import Kernels
-from kernels.triton import activations, attention, experts, kv, norms, sampling
+from kernels.ops import GraphPlans, Kernels
+from kernels.triton import activations, attention, experts, kv, norms, sampling, tiles
 
 _ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
     "silu": activations.silu_and_mul,
@@ -30,6 +30,7 @@ def cuda_kernels(rest: Kernels) -> Kernels:
         write_qkv=kv.write_qkv,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
+        graph_plans=GraphPlans(tiles.serves, reserve=attention.reserve_plan, refill=attention.refill_plan),
         pack_gate_up=gate_up_packer(linear.plain_linear, _ACTIVATIONS),
         pack_int8_gate_up=gate_up_packer(int8.int8_linear, _ACTIVATIONS),
         largest=sampling.largest,
