@@ -27,6 +27,8 @@ _CPU_TOKENS_PER_ROW = 1024
 DEFAULT_GPU_UTILIZATION = 0.9
 _CUDA_SWAP_SPACE = 4 * 2**30
 _CUDA_SWAP_SHARE = 0.25
+# A process itself uses some hundreds of MiB of which torch's allocator does not know.
+_CUDA_CONTEXT = 2**30
 
 
 def kv_cache_dtype(config: EngineConfig, model_dtype: torch.dtype) -> torch.dtype:
@@ -65,7 +67,7 @@ def size_kv_pool(
     num_blocks = available // (bytes_per_token * config.block_size)
     if num_blocks < 2:
         raise ConfigError(
-            f"With {max(available, 0) / 2**20:.0f} MiB there is no room for a KV cache.",
+            f"With {max(available, 0) / 2**20:.0f} MiB there is no room for a KV cache.{_other_users(device)}",
             hint="Free some memory, raise kv_cache_memory or gpu_memory_utilization, or take a smaller model.",
         )
     return num_blocks
@@ -86,6 +88,17 @@ def size_host_pool(config: EngineConfig, device: torch.device, *, bytes_per_toke
             hint=f"Make it {2 * bytes_per_token * config.block_size} at least, or 0.",
         )
     return max(0, num_blocks - 1)
+
+
+def _other_users(device: torch.device) -> str:
+    """What to say of other processes on a GPU; nothing if they hold little."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    if others < _CUDA_CONTEXT:
+        return ""
+    return f" Other processes use {others / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB."
 
 
 def _available_on_gpu(device: torch.device, utilization: float, run_full_step: Callable[[], None]) -> int:
