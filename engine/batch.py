@@ -1,23 +1,27 @@
-"""From a plan to the flat tensors of one step.
+"""From a plan to the flat arrays of one step, on the host; `engine.runner` brings them to the device.
 
 rows       A: prefill, 3 tokens   B: decode   C: decode
-token_ids  a5 a6 a7               b9          c4            one entry a token, row after row
+token_ids  a5 a6 a7               b9          ?             one entry a token, row after row
 positions  5  6  7                9           4
 query_start  0 ──────────────────► 3 ────────► 4 ────────► 5
-logits of          a7              b9          c4           the last token of each row that samples, once a sample
+logits of          a7              b9          ?            the last token of each row that samples, once a sample
+
+A token that is still on its way to the host (`?`) is put in on the device, from what the step before has drawn.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from engine.device import Device
 from engine.plan import PlanRow, StepPlan
 from engine.sampling.seeds import choice_seed
 from engine.sampling.token_rules import LogitEdits, logit_edits
+from engine.sequence import PLACEHOLDER
+from engine.sequence import Sequence as RequestSequence
 from engine.structured.grammar import GrammarMask
 from kernels.ops import AttentionBatch
 
@@ -46,18 +50,41 @@ class SamplingBatch(NamedTuple):
     num_candidates: Mapping[int, int] = MappingProxyType({})
 
 
-class StepBatch(NamedTuple):
-    """One step on the device. `logits_rows` `[R]` int64 are the places, in the flat batch, whose logits are wanted."""
+class StepInputs(NamedTuple):
+    """What the decoder computes, on the device: token ids and positions are `[num_tokens]` int64."""
 
-    token_ids: Tensor  # [num_tokens] int64
-    positions: Tensor  # [num_tokens] int64
+    token_ids: Tensor
+    positions: Tensor
     attention: AttentionBatch
-    logits_rows: Tensor
-    sampling: SamplingBatch
 
 
-def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBatch:
-    """Lay out `plan` for the decoder; reads the requests, changes nothing."""
+class StepArrays(NamedTuple):
+    """One step on the host: `StepInputs`, with its `AttentionBatch`, and two lists of places in the flat batch.
+
+    Attributes:
+        logits_rows: `[R]` int64, whose logits are wanted, once a sample.
+        awaited: `[A]` int64, where placeholders stand.
+        draws: `[A]` int64, where among the tokens that the step before has drawn each of those is.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    query_start: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    slot_mapping: np.ndarray
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    logits_rows: np.ndarray
+    awaited: np.ndarray
+    draws: np.ndarray
+
+
+def lay_out(plan: StepPlan, block_size: int, draws: Mapping[RequestSequence, int] = MappingProxyType({})) -> StepArrays:
+    """Lay out `plan` for the decoder; reads the requests, changes nothing.
+
+    `draws` says which of the tokens that the step before has drawn follows which sequence.
+    """
     starts = np.array([row.start for row in plan.rows], dtype=np.int64)
     lengths = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
     query_start = np.zeros(len(plan.rows) + 1, dtype=np.int64)
@@ -73,25 +100,18 @@ def build_batch(plan: StepPlan, block_size: int, device: torch.device) -> StepBa
         count=plan.num_tokens,
     )
     context_lengths = starts + lengths
-    num_samples = np.array([row.num_samples for row in plan.rows], dtype=np.int64)
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    return StepBatch(
-        token_ids=on_device(token_ids),
-        positions=on_device(positions),
-        attention=AttentionBatch(
-            query_start=on_device(query_start.astype(np.int32)),
-            seq_lens=on_device(context_lengths.astype(np.int32)),
-            block_tables=on_device(block_tables),
-            slot_mapping=on_device(slots),
-            query_lens=tuple(lengths.tolist()),
-            context_lens=tuple(context_lengths.tolist()),
-            host_block_tables=block_tables,
-        ),
-        logits_rows=on_device(np.repeat(query_start[1:] - 1, num_samples)),
-        sampling=_sampling_batch(plan.rows, device),
+    return StepArrays(
+        token_ids=token_ids,
+        positions=positions,
+        query_start=query_start.astype(np.int32),
+        seq_lens=context_lengths.astype(np.int32),
+        block_tables=block_tables,
+        slot_mapping=slots,
+        query_lens=tuple(lengths.tolist()),
+        context_lens=tuple(context_lengths.tolist()),
+        logits_rows=np.repeat(query_start[1:] - 1, [row.num_samples for row in plan.rows]),
+        awaited=np.flatnonzero(token_ids == PLACEHOLDER),
+        draws=np.array([draws[row.sequence] for row in plan.rows if _computes_placeholder(row)], dtype=np.int64),
     )
 
 
@@ -103,7 +123,12 @@ def _block_tables(rows: tuple[PlanRow, ...]) -> np.ndarray:
     return tables
 
 
-def _sampling_batch(rows: tuple[PlanRow, ...], device: torch.device) -> SamplingBatch:
+def _computes_placeholder(row: PlanRow) -> bool:
+    return row.sequence.awaits_token and row.start + row.num_tokens == row.sequence.num_tokens
+
+
+def sampling_batch(rows: Sequence[PlanRow], device: Device) -> SamplingBatch:
+    """What is to be done with the logits of these rows, `num_samples` for each; reads the requests, changes nothing."""
     draws = [(row.sequence, seed) for row in rows for seed in _seeds(row)]
     sequences = [sequence for sequence, _ in draws]
     params = [sequence.request.params for sequence in sequences]

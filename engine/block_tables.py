@@ -55,12 +55,13 @@ class BlockTables:
         return sum(1 for _ in takewhile(filled.__contains__, hashes[first:]))
 
     def filled_by(self, rows: Iterable[PlanRow]) -> set[BlockHash]:
-        """The hashes of all blocks that these rows fill in this step."""
+        """The hashes of all blocks that these rows fill in their step, but for those of which a token is not known."""
         if not self._prefix_caching:
             return set()
         filled: set[BlockHash] = set()
         for sequence, start, num_tokens, _ in rows:
-            first, end = start // self._block_size, (start + num_tokens) // self._block_size
+            known = min(start + num_tokens, sequence.num_known_tokens)
+            first, end = start // self._block_size, known // self._block_size
             if end > first:
                 filled.update(sequence.block_hashes(self._block_size, end)[first:])
         return filled
@@ -91,11 +92,15 @@ class BlockTables:
             self.pool.release([shared])
         sequence.block_ids += self.pool.allocate(self._num_new(sequence, num_tokens))
 
-    def advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count the next `num_tokens` as computed: the blocks that they filled become findable."""
-        first_filled = sequence.num_computed_tokens // self._block_size
-        sequence.num_computed_tokens += num_tokens
-        self._make_findable(sequence, first_filled, sequence.num_computed_tokens // self._block_size)
+    def anticipate(self, row: PlanRow) -> None:
+        """Count a row's tokens as computed for the planning of the next step. Nobody finds the blocks they fill."""
+        row.sequence.num_computed_tokens = row.start + row.num_tokens
+
+    def advance(self, row: PlanRow) -> None:
+        """Count a row's tokens as computed: the blocks that they filled become findable."""
+        end = row.start + row.num_tokens
+        row.sequence.num_computed_tokens = end
+        self._make_findable(row.sequence, row.start // self._block_size, end // self._block_size)
 
     def share(self, parent: Sequence, child: Sequence) -> None:
         """Give `child`, which was forked from `parent` and has no blocks, what is computed of its parent."""

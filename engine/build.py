@@ -4,11 +4,14 @@ import torch
 
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
+from engine.device import Device, device_of
 from engine.encoder.build import assemble_encoder_engine
 from engine.errors import ConfigError
+from engine.graphs import DecodeGraphs, graph_sizes
 from engine.info import EngineInfo
 from engine.loader import LoadedEncoder, LoadedModel, load
 from engine.loader.peft import PeftLoader, adapter_targets
+from engine.loop import OverlappedLoop, PlainLoop
 from engine.lora import LoraCache
 from engine.machine import keep_freed_memory, usable_cores
 from engine.memory import kv_cache_dtype, size_host_pool, size_kv_pool
@@ -38,6 +41,17 @@ def build_engine(config: EngineConfig) -> EngineCore:
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_cores())
         keep_freed_memory()
+    try:
+        return _load_and_assemble(config, device)
+    except torch.OutOfMemoryError as error:
+        # It says how much other processes hold.
+        raise ConfigError(
+            f"The model and its KV cache do not fit the GPU: {error}",
+            hint="Free some of its memory, lower kv_cache_memory or num_kv_blocks, or take a smaller model.",
+        ) from error
+
+
+def _load_and_assemble(config: EngineConfig, device: torch.device) -> EngineCore:
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     loaded = load(
         config.model,
@@ -82,9 +96,15 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
     if config.preallocate_kv:
         for tensor in kv.tensors:
             tensor.zero_()
+    scheduler = Scheduler(limits, adapters)
+    home = device_of(device)
+    graphs = _decode_graphs(config, loaded, kv, home, graph_sizes(limits.max_num_seqs), limits.max_model_len)
+    runner = Runner(loaded.decoder, kv, home, _host_cache(loaded, limits, kv_dtype, device), graphs)
+    overlaps = device.type == "cuda" and config.async_scheduling is not False
+    loop = OverlappedLoop if overlaps else PlainLoop
     return EngineCore(
-        Scheduler(limits, adapters),
-        Runner(loaded.decoder, kv, device, _host_cache(loaded, limits, kv_dtype, device)),
+        scheduler,
+        loop(scheduler, runner, limits.max_num_batched_tokens),
         info,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
@@ -122,6 +142,8 @@ def _device(config: EngineConfig) -> torch.device:
     check_device(config, device.type)
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ConfigError("gpu_memory_utilization says nothing on a CPU.", hint="Use kv_cache_memory.")
+    if device.type == "cpu" and config.async_scheduling:
+        raise ConfigError("async_scheduling is for GPUs: a CPU computes beside nothing.", hint="Leave it out.")
     return device
 
 
@@ -216,10 +238,25 @@ def _host_cache(
     )
 
 
+def _decode_graphs(
+    config: EngineConfig, loaded: LoadedModel, kv: KVCache, device: Device, sizes: list[int], max_model_len: int
+) -> DecodeGraphs | None:
+    """Capture CUDA graphs for these numbers of rows; None where that cannot be done, or is not wanted."""
+    decoder = loaded.decoder
+    if device.place.type != "cuda" or config.enforce_eager or not isinstance(decoder, Decoder):
+        return None
+    if not decoder.capturable(kv):
+        return None
+    return DecodeGraphs(decoder, kv, device, sizes=sizes, max_model_len=max_model_len)
+
+
 def _run_full_step(
     config: EngineConfig, loaded: LoadedModel, device: torch.device, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
-    """A real step of all the tokens and all the rows of the budgets, each row with the costliest way of sampling."""
+    """A real step of all the tokens and all the rows of the budgets, each row with the costliest way of sampling.
+
+    The largest CUDA graph holds its memory meanwhile, which the others share.
+    """
     tokens_per_row = max(1, max_num_batched_tokens // max_num_seqs)
     blocks_per_row = -(-(tokens_per_row + 1) // config.block_size)
     limits = SchedulerConfig(
@@ -241,5 +278,7 @@ def _run_full_step(
     )
     for index in range(max_num_seqs):
         scheduler.add(Request(index, [0] * tokens_per_row, params, seed=index))
-    kv = _kv_cache(loaded, limits, kv_cache_dtype(config, loaded.config.dtype), device)
-    Runner(loaded.decoder, kv, device).execute(scheduler.schedule())
+    kv, home = _kv_cache(loaded, limits, kv_cache_dtype(config, loaded.config.dtype), device), device_of(device)
+    longest = config.max_model_len or loaded.config.max_position_embeddings
+    graphs = _decode_graphs(config, loaded, kv, home, graph_sizes(max_num_seqs)[:1], longest)
+    Runner(loaded.decoder, kv, home, graphs=graphs).execute(scheduler.schedule())

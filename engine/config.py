@@ -55,6 +55,10 @@ class EngineConfig:
             early; `fcfs`, as they come. No answer depends on it. See `engine.waiting`.
         max_loras: LoRA adapters in memory at a time, and so at most in one step; 0: requests cannot ask for any.
         max_lora_rank: The highest rank of an adapter, at most 256. Memory for `max_loras` of it is kept free.
+        async_scheduling: Launch a step before the tokens of the one before it are on the host, see `engine.loop`. No
+            answer depends on it. None: with a GPU; a CPU has nothing to do meanwhile.
+        enforce_eager: Launch every kernel of a step by itself, as on a CPU, instead of replaying CUDA graphs of decode
+            steps: slower, but the engine loads faster and has their memory for other things.
         seed: From which the seeds of requests without one are derived.
         num_threads: CPU threads for one step. None: the physical cores that this process may use.
     """
@@ -80,6 +84,8 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = "prefix"
     max_loras: int = 0
     max_lora_rank: int = 64
+    async_scheduling: bool | None = None
+    enforce_eager: bool = False
     seed: int = 0
     num_threads: int | None = None
 
@@ -105,9 +111,11 @@ class EngineConfig:
                 f"scheduling_policy must be one of {', '.join(get_args(SchedulingPolicy))}, "
                 f"not {self.scheduling_policy!r}."
             )
-        for name in ("trust_remote_code", "preallocate_kv"):
+        for name in ("trust_remote_code", "preallocate_kv", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        if not isinstance(self.async_scheduling, bool | None):
+            raise ConfigError(f"async_scheduling must be True, False or None, not {self.async_scheduling!r}.")
         _check_int("block_size", self.block_size, at_least=1)
         _check_int("num_kv_blocks", self.num_kv_blocks, at_least=2)
         _check_int("max_model_len", self.max_model_len, at_least=2)

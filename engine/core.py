@@ -1,4 +1,4 @@
-"""The loop: prompts in, outputs out, one step at a time."""
+"""The engine: prompts in, outputs out, one step at a time."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.answers import AnswerWriter
 from engine.detokenizer import StopStringWatcher
-from engine.errors import OutOfMemory, RequestError
+from engine.errors import RequestError
 from engine.info import EngineInfo, EngineStats
+from engine.loop import StepLoop
 from engine.lora import LoraCache
 from engine.messages import NewRequest
 from engine.outputs import CompletionOutput, EngineOutput, PoolingOutput, RequestOutput
-from engine.plan import BlockMove, StepOutput, StepPlan
 from engine.pooling.intake import PoolingIntake, aborted, pooling_output
 from engine.pooling.params import PoolingParams
 from engine.prompts import Prompt, PromptEncoder
@@ -32,16 +32,8 @@ if TYPE_CHECKING:
 _LONGEST_WAIT_S = 0.05
 
 
-class StepRunner(Protocol):
-    """What the loop needs of `engine.runner.Runner`."""
-
-    def move_blocks(self, moves: Iterable[BlockMove]) -> None: ...
-
-    def execute(self, plan: StepPlan) -> StepOutput: ...
-
-
-class StepScheduler(Protocol):
-    """What the loop needs of `engine.scheduler.Scheduler`, or of `engine.encoder.scheduler.EncoderScheduler`."""
+class RequestScheduler(Protocol):
+    """What the core needs of `engine.scheduler.Scheduler`, or of `engine.encoder.scheduler.EncoderScheduler`."""
 
     def add(self, request: Request) -> None: ...
 
@@ -58,10 +50,6 @@ class StepScheduler(Protocol):
     @property
     def has_unfinished(self) -> bool: ...
 
-    def schedule(self, token_budget: int | None = None) -> StepPlan: ...
-
-    def commit(self, plan: StepPlan, output: StepOutput) -> list[Request]: ...
-
     def stats(self) -> EngineStats: ...
 
     def check_integrity(self) -> None: ...
@@ -75,8 +63,8 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: StepScheduler,
-        runner: StepRunner,
+        scheduler: RequestScheduler,
+        loop: StepLoop,
         info: EngineInfo,
         *,
         tokenizer: "PreTrainedTokenizerBase | None",
@@ -89,7 +77,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.scheduler = scheduler
         self.on_start: Callable[[tuple[int, ...]], None] = lambda indices: None
-        self._runner = runner
+        self._loop = loop
         self._answers = AnswerWriter(tokenizer)
         self._encoder = PromptEncoder(tokenizer, info.vocab_size)
         self._pooling = pooling
@@ -98,7 +86,6 @@ class EngineCore:
         self._seed = seed
         self._adapters = adapters
         self._grammars = GrammarQueue(GrammarCompiler(tokenizer, info.vocab_size, self._eos_token_ids))
-        self._budget = TokenBudget(info.max_num_batched_tokens)
         self._unencoded: deque[NewRequest] = deque()
         self._undelivered: list[EngineOutput] = []
 
@@ -177,53 +164,39 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """Whether another `step` has something to do or to return."""
-        return bool(self.scheduler.has_unfinished or self._unencoded or self._grammars or self._undelivered)
+        return bool(
+            self.scheduler.has_unfinished
+            or self._loop.in_flight
+            or self._unencoded
+            or self._grammars
+            or self._undelivered
+        )
 
     def step(self) -> list[EngineOutput]:
         """Run one step, and return the requests that ended since the last."""
         self._encode_some()
         self._take_in_with_grammar()
         self._take_adapters()
-        plan = self.scheduler.schedule(self._budget.tokens)
-        # Apart from the step itself, which may be given up and planned anew: the moves are not planned twice.
-        self._runner.move_blocks(plan.moves)
-        finished = self._run(plan) if plan.rows else self._wait()
-        outputs = self._undelivered + [self._output(request) for request in finished]
+        finished = self._loop.step(self.on_start)
+        if finished is None:
+            self._wait()
+        outputs = self._undelivered + [self._output(request) for request in finished or ()]
         self._undelivered = []
         return outputs
-
-    def _run(self, plan: StepPlan) -> list[Request]:
-        if plan.started:
-            self.on_start(plan.started)
-        try:
-            output = self._runner.execute(plan)
-        except OutOfMemory as error:
-            return self._give_way(plan, error)
-        self._budget.record_success()
-        return self.scheduler.commit(plan, output)
 
     def _take_adapters(self) -> None:
         for request, error in self._adapters.take_loaded() if self._adapters else ():
             self.scheduler.fail(request, error)
             self._undelivered.append(self._output(request))
 
-    def _wait(self) -> list[Request]:
+    def _wait(self) -> None:
         """With nothing else to do: wait until a grammar is compiled or an adapter loaded, but not for long."""
         if self._undelivered:
-            return []
+            return
         if self._grammars:
             self._grammars.wait(_LONGEST_WAIT_S)
         elif self._adapters:
             self._adapters.wait(_LONGEST_WAIT_S)
-        return []
-
-    def _give_way(self, plan: StepPlan, error: OutOfMemory) -> list[Request]:
-        """After a step that did not fit: try again with less, and when that has not helped, without the largest."""
-        if self._budget.reduce(plan.num_tokens):
-            return []
-        largest = max(plan.rows, key=lambda row: row.start + row.num_tokens).sequence.request
-        self.scheduler.fail(largest, RequestError(error.message, code=error.code))
-        return [largest]
 
     def stats(self) -> EngineStats:
         """A snapshot; requests that are not encoded yet, or whose grammar is not compiled, are waiting as well."""
@@ -299,37 +272,3 @@ def _generates_nothing(info: EngineInfo) -> RequestError:
         code="unsupported_task",
         hint=f"Use {instead}, or load a model with a language head.",
     )
-
-
-class TokenBudget:
-    """The tokens of one step, less for a while after the device ran out of memory.
-
-    Halved at once when a step does not fit, doubled again after 64 steps that did. Three steps in a row that do not
-    fit are not the budget's fault.
-    """
-
-    _PATIENCE = 2
-    _STEPS_TO_RECOVER = 64
-
-    def __init__(self, full: int) -> None:
-        self._full = full
-        self.tokens = full
-        self._failures = 0
-        self._successes = 0
-
-    def reduce(self, num_tokens: int) -> bool:
-        """Ask for less than the `num_tokens` that did not fit; False, and a new start, if that would not help."""
-        self._successes = 0
-        if num_tokens == 1 or self._failures == self._PATIENCE:
-            self._failures = 0
-            return False
-        self._failures += 1
-        self.tokens = num_tokens // 2
-        return True
-
-    def record_success(self) -> None:
-        self._failures = 0
-        self._successes += 1
-        if self._successes == self._STEPS_TO_RECOVER:
-            self._successes = 0
-            self.tokens = min(self._full, 2 * self.tokens)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from engine.device import Device
 from engine.errors import RequestError
 from engine.models.adapters import Projection
 from engine.plan import PlanRow
@@ -222,7 +222,7 @@ class StepAdapters:
             lora_add(x, y, self._rows, segments)
 
 
-def step_adapters(plan_rows: Sequence[PlanRow], device: torch.device) -> StepAdapters | None:
+def step_adapters(plan_rows: Sequence[PlanRow], device: Device) -> StepAdapters | None:
     """Sort the tokens of a plan by adapter; None if none of its rows has one."""
     tokens: dict[LoraAdapter, list[np.ndarray]] = {}
     num_tokens = 0
@@ -239,5 +239,5 @@ def step_adapters(plan_rows: Sequence[PlanRow], device: torch.device) -> StepAda
         start = stop
     if len(groups) == 1 and start == num_tokens:
         return StepAdapters(groups, None)
-    rows = np.concatenate([positions for ranges in tokens.values() for positions in ranges])
-    return StepAdapters(groups, torch.from_numpy(rows).to(device, non_blocking=True))
+    (rows,) = device.upload(np.concatenate([positions for ranges in tokens.values() for positions in ranges]))
+    return StepAdapters(groups, rows)

@@ -69,6 +69,10 @@ class PlanDraft:
         self.budget -= num_tokens
         return row
 
+    def drop_rows(self) -> None:
+        """Plan no step. The moves are to be made all the same."""
+        self.rows = []
+
     def freeze(self) -> StepPlan:
         num_tokens = sum(row.num_tokens for row in self.rows)
         return StepPlan(tuple(self.rows), num_tokens, tuple(self.moves), tuple(self.started))

@@ -1,21 +1,39 @@
-"""One step on the device: one forward pass, one sampling pass, no request touched."""
+"""One step on the device: one forward pass, one sampling pass, no request changed.
+
+    launch    the plan is laid out, and its forward pass put on the device
+    sample    sampling is put on the device behind it; the tokens before those that it draws are known by now
+    collect   waits for the results
+
+`execute` is all three. Between them nothing waits for the device: every number goes to it and comes from it by
+`engine.device`, and what a branch depends on is on the host.
+"""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from functools import partial
+from itertools import accumulate, islice, repeat
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import build_batch
+from engine.batch import SamplingBatch, StepArrays, StepInputs, lay_out, sampling_batch
+from engine.device import Device, Download
 from engine.errors import OutOfMemory
+from engine.graphs import DecodeGraphs
 from engine.lora import step_adapters
 from engine.models.adapters import Adapters
-from engine.plan import BlockMove, MoveKind, StepOutput, StepPlan
-from engine.pooling.rows import pool_rows
-from engine.sampling.prompt_logprobs import prompt_logprobs
-from engine.sampling.sampler import sample
+from engine.plan import BlockMove, MoveKind, PlanRow, Sampled, StepOutput, StepPlan
+from engine.pooling.rows import sum_tokens, wanted_places
+from engine.sampling.prompt_logprobs import compute_prompt_logprobs, read_prompt_logprobs, wanted_tokens
+from engine.sampling.sampler import read_draws, sample
+from engine.sequence import Sequence
 from engine.structured.grammar import GrammarMasks
 from kernels.ops import AttentionBatch, KVCache, copy_block
+
+_T = TypeVar("_T")
+
+_NOTHING = Sampled(None)
 
 
 class Model(Protocol):
@@ -33,10 +51,40 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-class Runner:
-    """Runs plans of a scheduler whose blocks are those of `kv`, and those of `host` if it swaps."""
+class StepInFlight:
+    """A step between its launch and its results.
 
-    def __init__(self, model: Model, kv: KVCache, device: torch.device, host: KVCache | None = None) -> None:
+    Attributes:
+        plan: What was launched.
+        wanted, pooled: What its rows want of the hidden states, see `wanted_tokens` and `wanted_places`.
+        rows: Those that sample, by their place in the plan, without those that had finished by then.
+        sampling: What `sample` was told of them; None if there are none.
+        computed, drawn: What the two passes will have on the host.
+        states: On the device, between the passes: the final hidden states to sample from.
+        token_ids: On the device, once drawn: the tokens of `rows`.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.wanted = wanted_tokens(plan.rows)
+        self.pooled = wanted_places(plan.rows)
+        self.rows: dict[int, PlanRow] = {}
+        self.sampling: SamplingBatch | None = None
+        self.computed: Download | None = None
+        self.drawn: Download | None = None
+        self.states: Tensor | None = None
+        self.token_ids: Tensor | None = None
+
+
+class Runner:
+    """Runs plans of a scheduler whose blocks are those of `kv`, and those of `host` if it swaps.
+
+    With `graphs`, steps in which every row computes one token are replayed from them, as far as they go.
+    """
+
+    def __init__(
+        self, model: Model, kv: KVCache, device: Device, host: KVCache | None = None, graphs: DecodeGraphs | None = None
+    ) -> None:
         self._model = model
         self._kv = kv
         self._caches = {MoveKind.COPY: (kv, kv)}
@@ -44,58 +92,166 @@ class Runner:
             self._caches |= {MoveKind.SWAP_OUT: (kv, host), MoveKind.SWAP_IN: (host, kv)}
         self._device = device
         self._grammar_masks = GrammarMasks(device)
+        self._graphs = graphs
 
     def move_blocks(self, moves: Iterable[BlockMove]) -> None:
         """Carry out a plan's moves, in their order. Nothing is allocated, so that they never run out of memory."""
         for kind, src, dst in moves:
             source, target = self._caches[kind]
-            copy_block(source, src, target, dst)
+            self._device.submit(partial(copy_block, source, src, target, dst))
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Compute the plan's tokens and sample.
+        """Compute the plan's tokens and sample: all of a step at once. Raises `OutOfMemory`, see `launch`."""
+        step = self.launch(plan)
+        self.sample(step)
+        return self.collect(step)
+
+    def launch(self, plan: StepPlan, previous: StepInFlight | None = None) -> StepInFlight:
+        """Put the plan's forward pass on the device. Placeholders stand for tokens that `previous` has drawn.
 
         Raises `OutOfMemory` if the step does not fit the device. Then nothing happened that counts: what was written
         to the KV cache lies beyond every request's `num_computed_tokens`.
         """
-        return execute_within_memory(self._execute, plan, self._device)
+        return within_memory(partial(self._launch, plan, previous), plan, self._device)
 
-    @torch.inference_mode()
-    def _execute(self, plan: StepPlan) -> StepOutput:
-        batch = build_batch(plan, self._kv.block_size, self._device)
+    def sample(self, step: StepInFlight) -> None:
+        """Put the step's sampling on the device; all tokens before those that it draws are known. Raises as `launch`.
+
+        Nothing is drawn for sequences that have finished meanwhile.
+        """
+        within_memory(partial(self._sample, step), step.plan, self._device)
+
+    def collect(self, step: StepInFlight) -> StepOutput:
+        """Wait for a step that was launched and sampled, and return its results."""
+        assert step.computed is not None
+        finite, *others = step.computed.wait()
+        pooled = dict(zip(step.pooled, others.pop(), strict=True)) if step.pooled else {}
+        drawn = read_draws(step.sampling, step.drawn.wait()) if step.sampling and step.drawn else []
+        prompts = read_prompt_logprobs(step.wanted, others)
+        return StepOutput(_in_plan_order(step, drawn), prompts, pooled, _not_finite(step.plan, finite))
+
+    def _launch(self, plan: StepPlan, previous: StepInFlight | None) -> StepInFlight:
+        step = StepInFlight(plan)
+        arrays = lay_out(plan, self._kv.block_size, _first_draws(previous) if previous else {})
         adapters = step_adapters(plan.rows, self._device)
-        hidden = self._model.forward(batch.token_ids, batch.positions, batch.attention, self._kv, adapters)
-        prompts = prompt_logprobs(hidden, plan.rows, self._model.logits)
-        pooled = pool_rows(hidden, plan.rows)
-        if batch.logits_rows.numel() == 0:
-            return StepOutput((), prompts, pooled, _not_finite(hidden, batch.attention))
-        logits = self._model.logits(hidden[batch.logits_rows])
-        # Here, where a GPU has been given all of the forward pass and is busy with it.
-        sampling = batch.sampling._replace(grammar=self._grammar_masks.fill(plan.rows))
-        return StepOutput(sample(logits, sampling), prompts, pooled, _not_finite(hidden, batch.attention))
+        graph = self._graphs.fitting(arrays) if self._graphs and adapters is None else None
+        inputs, (states, awaited, draws) = self._upload(graph.pad(arrays) if graph else arrays)
+
+        @torch.inference_mode()
+        def compute() -> list[Tensor]:
+            if len(awaited):
+                assert previous is not None
+                assert previous.token_ids is not None
+                inputs.token_ids[awaited] = previous.token_ids[draws]
+            if graph:
+                hidden = graph.replay(inputs)[: plan.num_tokens]
+            else:
+                hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.attention, self._kv, adapters)
+            step.states = hidden[states]
+            tensors = [hidden.isfinite().all(dim=-1)]
+            tensors += compute_prompt_logprobs(hidden, step.wanted, self._model.logits, self._device)
+            if step.pooled:
+                tensors.append(sum_tokens(hidden, list(step.pooled.values()), self._device))
+            return tensors
+
+        step.computed = self._device.download(compute)
+        return step
+
+    def _upload(self, arrays: StepArrays) -> tuple[StepInputs, list[Tensor]]:
+        """Bring a step to the device in one transfer: what the decoder takes, and the lists of places."""
+        token_ids, positions, query_start, seq_lens, block_tables, slot_mapping, *places = self._device.upload(
+            arrays.token_ids,
+            arrays.positions,
+            arrays.query_start,
+            arrays.seq_lens,
+            arrays.block_tables,
+            arrays.slot_mapping,
+            arrays.logits_rows,
+            arrays.awaited,
+            arrays.draws,
+        )
+        attention = AttentionBatch(
+            query_start,
+            seq_lens,
+            block_tables,
+            slot_mapping,
+            arrays.query_lens,
+            arrays.context_lens,
+            host_block_tables=arrays.block_tables,
+        )
+        return StepInputs(token_ids, positions, attention), places
+
+    def _sample(self, step: StepInFlight) -> None:
+        step.rows = {
+            index: row for index, row in enumerate(step.plan.rows) if row.num_samples and not row.sequence.finished
+        }
+        if not step.rows:
+            return
+        rows = list(step.rows.values())
+        batch = sampling_batch(rows, self._device)._replace(grammar=self._grammar_masks.fill(rows))
+        (kept,) = self._device.upload(_draws_of(step)) if len(rows) < _num_sampling(step.plan) else (None,)
+
+        @torch.inference_mode()
+        def draw() -> list[Tensor]:
+            assert step.states is not None
+            states = step.states if kept is None else step.states[kept]
+            step.states = None
+            draws = sample(self._model.logits(states), batch, self._device)
+            step.token_ids = draws.token_ids
+            return draws.tensors()
+
+        step.sampling = batch
+        step.drawn = self._device.download(draw)
 
 
-def _not_finite(hidden: Tensor, batch: AttentionBatch) -> frozenset[int]:
-    """The rows with a token whose final hidden state, of `[num_tokens, hidden_size]`, is not finite.
+def _first_draws(step: StepInFlight) -> dict[Sequence, int]:
+    """Where the first token that is drawn for each sequence stands among all that the step draws."""
+    num_draws = accumulate((row.num_samples for row in step.rows.values()), initial=0)
+    return {row.sequence: first for row, first in zip(step.rows.values(), num_draws, strict=False)}
+
+
+def _num_sampling(plan: StepPlan) -> int:
+    return sum(row.num_samples > 0 for row in plan.rows)
+
+
+def _draws_of(step: StepInFlight) -> np.ndarray:
+    """The places of the draws of `step.rows` among those of all rows of the plan."""
+    ends = np.cumsum([row.num_samples for row in step.plan.rows])
+    return np.concatenate([np.arange(ends[index] - row.num_samples, ends[index]) for index, row in step.rows.items()])
+
+
+def _in_plan_order(step: StepInFlight, drawn: list[Sampled]) -> tuple[Sampled, ...]:
+    """What was drawn for the rows of the plan, and no token for those for which nothing was."""
+    remaining = iter(drawn)
+    return tuple(
+        one
+        for index, row in enumerate(step.plan.rows)
+        for one in (islice(remaining, row.num_samples) if index in step.rows else repeat(_NOTHING, row.num_samples))
+    )
+
+
+def _not_finite(plan: StepPlan, finite: np.ndarray) -> frozenset[int]:
+    """The rows with a token whose final hidden state is not finite; `finite` says it of each token, bool.
 
     What is not finite in a layer is so in the residual stream from there on, and so in the end.
     """
-    tokens = hidden.isfinite().all(dim=-1).logical_not_().nonzero().flatten().int()
-    return frozenset((torch.searchsorted(batch.query_start, tokens, right=True) - 1).tolist())
+    if finite.all():
+        return frozenset()
+    ends = np.cumsum([row.num_tokens for row in plan.rows])
+    rows = np.searchsorted(ends, np.flatnonzero(~finite), side="right")
+    return frozenset(rows.tolist())
 
 
-def execute_within_memory(
-    execute: Callable[[StepPlan], StepOutput], plan: StepPlan, device: torch.device
-) -> StepOutput:
-    """Return `execute(plan)`. Raises `OutOfMemory` for whichever way torch says it; by then its tensors are gone."""
+def within_memory(work: Callable[[], _T], plan: StepPlan, device: Device) -> _T:
+    """Return `work()`. Raises `OutOfMemory` for whichever way torch says it; by then its tensors are gone."""
     try:
-        return execute(plan)
+        return work()
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
         message = str(error)
     # Only here, outside of the handler, are the step's tensors gone: the exception's traceback held them.
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    device.release_memory()
     raise OutOfMemory(f"A step of {plan.num_tokens} tokens does not fit the memory: {message}")
 
 

@@ -12,6 +12,16 @@ A step, and what happens if it stops between two of its verbs:
 `schedule` moves requests between the queues and reserves blocks, and nothing else: a plan that is never committed (the
 device was out of memory) leaves every request with the tokens it had, and scheduling again is all there is to do.
 
+A step may be planned while the one before it is on the device:
+
+    schedule() ─► launch i ─► begin(i) ─► schedule() ─► launch i+1 ─► begin(i+1) ─► commit(i) ─► schedule() ─► ...
+
+After `begin`, `schedule` plans as if the step had been committed. A placeholder stands for each token that is not known
+yet; the runner finds it on the device. What depends on more than one token being drawn is not planned ahead: the ends
+of prompts that fork, and beams. Nor is anybody preempted: where that would be needed, the plan is empty, and what is on
+the device comes first. Until a step is committed or cancelled its rows keep their blocks, also those that have
+finished meanwhile; their results are dropped.
+
 Its moves alone are not planned again: after every call of `schedule`, and before the next, they have to be carried out,
 whatever becomes of the rows. `engine.block_tables` says what depends on it.
 """
@@ -24,6 +34,7 @@ from engine.admission import OutputForecast
 from engine.block_tables import BlockTables
 from engine.config import SchedulerConfig
 from engine.errors import RequestError, not_numbers
+from engine.in_flight import StepsInFlight
 from engine.info import EngineStats
 from engine.lora import LoraCache
 from engine.plan import PlanDraft, PlanRow, Sampled, StepOutput, StepPlan
@@ -48,6 +59,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()  # come before new ones: preempted, forked, or passed over
         self._running: list[Sequence] = []  # in order of admission: the youngest stands last
         self._requests: dict[int, Request] = {}
+        self._in_flight = StepsInFlight(self.tables)
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._steps = self._step_rows = 0
         self._tail_steps = self._tail_step_rows = self._preemptions = self._swaps = 0
 
@@ -106,32 +118,40 @@ class Scheduler:
     def schedule(self, token_budget: int | None = None) -> StepPlan:
         """Plan the next step within `token_budget`, by default `max_num_batched_tokens`.
 
-        The plan is empty only if there is no request, or every one of them waits for an adapter to be loaded. Running
-        sequences come first; waiting ones are admitted only into a step in which nobody was preempted, so that what was
-        freed is not given away at once.
+        The plan is empty only if there is no request, or every one of them waits for an adapter to be loaded, or for
+        the results of a step that was begun. Running sequences come first; waiting ones are admitted only into a step
+        in which nobody was preempted, so that what was freed is not given away at once.
         """
         draft = PlanDraft(self.config.max_num_batched_tokens if token_budget is None else token_budget)
+        if not self._in_flight.anticipate():
+            return draft.freeze()
         preemptions_before = self._preemptions
-        self._continue_running(draft)
+        if not self._continue_running(draft):
+            draft.drop_rows()
+            return draft.freeze()
         if self._preemptions == preemptions_before:
             self._admit(draft)
         # Nobody can go on but for the seats and blocks of parked sequences, which for their part wait for the others.
-        while not draft.rows and self._running:
+        while not draft.rows and self._running and not self._in_flight:
             self._preempt(self._running.pop(), draft)
             self._admit(draft)
         return draft.freeze()
 
-    def _continue_running(self, draft: PlanDraft) -> None:
+    def _continue_running(self, draft: PlanDraft) -> bool:
+        """Plan rows of the running sequences; False if one of them would have to be preempted under a launched step."""
         position = 0
         while position < len(self._running) and draft.budget > 0:
             sequence = self._running[position]
             position += 1
-            if sequence.parked:
-                continue
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, draft.budget)
+            if sequence.parked or not num_tokens:
+                continue
+            if self._in_flight and self.tables.num_missing(sequence, num_tokens) > self.tables.pool.num_free:
+                return False
             if not self._grow(sequence, num_tokens, draft):
-                return  # it was the youngest, and preempted itself
+                break  # it was the youngest, and preempted itself
             draft.add_row(sequence, num_tokens)
+        return True
 
     def _grow(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> bool:
         """Reserve blocks for the next tokens, preempting from the youngest on; False if that was `sequence` itself."""
@@ -171,7 +191,7 @@ class Scheduler:
         if not self.num_waiting or len(self._running) == self.config.max_num_seqs:
             return
         free_seats = self.config.max_num_seqs - sum(sequence.num_continuations for sequence in self._running)
-        in_progress = self.tables.filled_by(draft.rows)
+        in_progress = self._in_flight.filled_blocks() | self.tables.filled_by(draft.rows)
         promised = sum(self._forecast.growth(sequence) for sequence in self._running)
         passed_over: list[Sequence] = []
         while draft.budget > 0 and free_seats > 0 and (sequence := self._next(len(passed_over))):
@@ -184,7 +204,7 @@ class Scheduler:
                 need -= self.tables.num_among(sequence, len(hits), in_progress)
             available = self.tables.pool.num_free - self.tables.pool.num_free_among(hits) - promised
             # With nobody running, everything is free: the pool holds any one sequence of max_model_len.
-            if need > available and self._running:
+            if need > available and (self._running or self._in_flight.lingering):
                 passed_over.append(sequence)
                 break
             free_seats -= sequence.num_continuations
@@ -222,6 +242,14 @@ class Scheduler:
             self._cached_tokens += request.num_cached_tokens
         return draft.add_row(sequence, num_tokens)
 
+    def begin(self, plan: StepPlan) -> None:
+        """The step was launched, after the one that was begun before."""
+        self._in_flight.begin(plan)
+
+    def cancel(self, plan: StepPlan) -> None:
+        """The step that was begun last will have no results."""
+        self._in_flight.end(plan)
+
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Request]:
         """Enter the results of a step, and return the requests that it finished.
 
@@ -233,18 +261,21 @@ class Scheduler:
         if not self.num_waiting:
             self._tail_steps += 1
             self._tail_step_rows += len(plan.rows)
+        self._in_flight.end(plan)
+        for row in plan.rows:
+            row.sequence.take_back_placeholder()
         sampled = iter(output.sampled)
         finished = []
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
             draws = tuple(islice(sampled, row.num_samples))
-            if sequence.status is SequenceStatus.FINISHED:
-                continue  # an earlier row failed the request that is theirs together
+            if sequence.finished:
+                continue  # since it was launched, or an earlier row failed the request that is theirs together
             if index in output.not_finite:
                 sequence.request.fail(_not_numbers(sequence))
                 finished.append(sequence.request)
                 continue
-            self.tables.advance(sequence, row.num_tokens)
+            self.tables.advance(row)
             sequence.request.prompt_logprobs.extend(output.prompt_logprobs.get(index, ()))
             if pooler := sequence.request.pooler:
                 pooler.add(output.pooled[index])
@@ -277,7 +308,7 @@ class Scheduler:
             except RequestError as error:
                 sequence.request.fail(error)
                 return
-            if continuation.status is SequenceStatus.FINISHED:
+            if continuation.finished:
                 self._forecast.record_finish(continuation)
 
     def _search(self, beams: BeamSearch, beam: Sequence, drawn: Sampled) -> None:
@@ -328,9 +359,7 @@ class Scheduler:
             self._new.remove(request)
             if self._adapters:
                 self._adapters.release(request)
-        for sequence in (*self._running, *self._waiting):
-            if sequence.status is SequenceStatus.FINISHED:
-                self.tables.forget(sequence)
+        self._in_flight.let_go([sequence for sequence in (*self._running, *self._waiting) if sequence.finished])
         self._running = [sequence for sequence in self._running if sequence.status is SequenceStatus.RUNNING]
         self._waiting = deque(sequence for sequence in self._waiting if sequence.status is SequenceStatus.WAITING)
 
@@ -360,7 +389,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `RuntimeError` unless queues, sequences and block references agree; for tests, between two steps."""
         waiting = [*self._waiting, *(request.sequences[0] for request in self._new)]
-        self.tables.check_integrity(self._running, waiting)
+        self.tables.check_integrity([*self._running, *self._in_flight.lingering], waiting)
         queued = {id(sequence) for sequence in (*waiting, *self._running)}
         if queued != {id(sequence) for request in self._requests.values() for sequence in request.unfinished}:
             raise RuntimeError("scheduler: the queues and the requests disagree")

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from engine.structured.grammar import GrammarMatcher
 
 
+PLACEHOLDER = -1
+
+
 class SequenceStatus(Enum):
     WAITING = auto()  # holds no blocks of the device: not started, or preempted
     RUNNING = auto()
@@ -28,6 +31,9 @@ class Sequence:
     it is swapped out, in those of `host_block_ids`. What preemption throws away is only those: the tokens, the seed and
     the stop-string state stay.
 
+    While the token that a step draws is on its way to the host, a placeholder may stand for it at the end of
+    `token_ids`, so that the step after it can be planned. Nobody asks for a hash, a count or a text with it.
+
     A `parked` sequence has been computed to its end and gets no token before its siblings are as far: there is nothing
     to compute of it, and if its blocks are taken away they are not missed until it has its next token.
     """
@@ -35,6 +41,7 @@ class Sequence:
     __slots__ = (
         "_block_hashes",
         "_token_counts",
+        "awaits_token",
         "block_ids",
         "choice",
         "cumulative_logprob",
@@ -59,6 +66,7 @@ class Sequence:
         self.stop_watcher = stop_watcher
         self.matcher: GrammarMatcher | None = None  # of a request with structured output, once it is compiled
         self.token_ids = list(request.prompt_token_ids)
+        self.awaits_token = False
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
@@ -72,8 +80,16 @@ class Sequence:
         self._token_counts = TokenCounts(request.num_prompt_tokens)
 
     @property
+    def finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.token_ids) - self.awaits_token
 
     @property
     def num_output_tokens(self) -> int:
@@ -122,6 +138,17 @@ class Sequence:
         """Note what is known of the token that is appended next."""
         self.logprobs.append(logprobs)
         self.cumulative_logprob += logprobs.logprob
+
+    def append_placeholder(self) -> None:
+        """Go on as if the next token were known."""
+        self.token_ids.append(PLACEHOLDER)
+        self.awaits_token = True
+
+    def take_back_placeholder(self) -> None:
+        """Without effect if there is none."""
+        if self.awaits_token:
+            self.token_ids.pop()
+            self.awaits_token = False
 
     def append_token(self, token_id: int) -> None:
         """Add one sampled token, and finish if it was the last: by a stop token, a stop string, or the length.

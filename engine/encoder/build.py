@@ -4,18 +4,20 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.device import device_of
 from engine.encoder.runner import EncoderRunner
 from engine.encoder.scheduler import EncoderScheduler
 from engine.errors import ConfigError
 from engine.info import EngineInfo
 from engine.loader.encoder_loader import LoadedEncoder
+from engine.loop import PlainLoop
 from engine.pooling.intake import PoolingIntake, PoolingModel
 
 # Rows and tokens of one step, see engine.build. Rows cost an encoder nothing: the tokens decide.
 _CPU_BUDGETS = (256, 2048)
 _CUDA_BUDGETS = (1024, 16384)
 
-# They size or fill a KV cache, or change how a decoder is loaded.
+# They size or fill a KV cache, or change how a decoder is loaded or run.
 _SAY_NOTHING = (
     "num_kv_blocks",
     "kv_cache_memory",
@@ -23,6 +25,7 @@ _SAY_NOTHING = (
     "swap_space",
     "gpu_memory_utilization",
     "max_loras",
+    "async_scheduling",
 )
 
 
@@ -52,11 +55,12 @@ def assemble_encoder_engine(config: EngineConfig, loaded: LoadedEncoder, device:
         tasks=(model.task,),
         revision=loaded.revision,
     )
+    scheduler = EncoderScheduler(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_length=max_length
+    )
     return EngineCore(
-        EncoderScheduler(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_length=max_length
-        ),
-        EncoderRunner(loaded.encoder),
+        scheduler,
+        PlainLoop(scheduler, EncoderRunner(loaded.encoder, device_of(device)), max_num_batched_tokens),
         info,
         tokenizer=loaded.tokenizer,
         eos_token_ids=frozenset(),

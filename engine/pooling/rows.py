@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device import Device
 from engine.plan import PlanRow
 
 
@@ -22,22 +23,13 @@ def wanted_places(rows: Sequence[PlanRow]) -> dict[int, range]:
     return places
 
 
-def pool_rows(hidden: Tensor, rows: Sequence[PlanRow]) -> dict[int, np.ndarray]:
-    """Sum final hidden states `[num_tokens, hidden_size]` for each row that pools; each sum is float32."""
-    places = wanted_places(rows)
-    if not places:
-        return {}
-    sums = sum_tokens(hidden, list(places.values())).cpu().numpy()
-    return dict(zip(places, sums, strict=True))
-
-
-def sum_tokens(hidden: Tensor, places: Sequence[range]) -> Tensor:
+def sum_tokens(hidden: Tensor, places: Sequence[range], device: Device) -> Tensor:
     """Sum rows of `hidden` `[num_tokens, size]`: one sum for each range of places, `[len(places), size]` float32.
 
     The sum of no row is 0. The order of summation does not depend on the other ranges.
     """
     if all(len(wanted) == 1 for wanted in places):
-        rows = torch.tensor([wanted.start for wanted in places], device=hidden.device)
+        (rows,) = device.upload(np.array([wanted.start for wanted in places]))
         return hidden[rows].float()
     # One after the other: torch.segment_reduce does the same in one call, and takes forty times as long on a CPU.
     return torch.stack([hidden[wanted.start : wanted.stop].sum(0, dtype=torch.float32) for wanted in places])

@@ -2,44 +2,53 @@
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device import Device
 from engine.plan import PlanRow
-from engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from engine.sampling.logprobs import TokenLogprobs, compute_logprobs, read_logprobs
 
 # The logits of a chunk of a prompt, all at once, would take more memory than the model's own work.
 _ROWS_AT_ONCE = 1024
 
 
-def prompt_logprobs(
-    hidden: Tensor, rows: Sequence[PlanRow], logits: Callable[[Tensor], Tensor]
-) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """By row of the plan: the log-probabilities that the row's request wants, lacks, and now can have.
+class PromptTokens(NamedTuple):
+    """The prompt tokens of a step of which something is wanted.
 
-    `hidden` `[num_tokens, hidden_size]` are the step's final states; `logits` makes `[n, vocab_size]` of n.
+    Attributes:
+        places: In the flat batch, of the states that say of them.
+        token_ids: The tokens themselves.
+        num_top: For each, how many of the likeliest are wanted.
+        lengths: How many of them belong to which row of the plan.
     """
-    places: list[int] = []
-    token_ids: list[int] = []
-    num_top: list[int] = []
-    lengths: dict[int, int] = {}
+
+    places: list[int]
+    token_ids: list[int]
+    num_top: list[int]
+    lengths: dict[int, int]
+
+    @property
+    def chunks(self) -> list[slice]:
+        return [slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(self.places), _ROWS_AT_ONCE)]
+
+
+def wanted_tokens(rows: Sequence[PlanRow]) -> PromptTokens:
+    """What the requests of these rows want, lack, and can have of this step."""
+    wanted = PromptTokens([], [], [], {})
     first = 0
     for index, row in enumerate(rows):
         if positions := _lacking(row):
             request = row.sequence.request
-            places.extend(first + position - row.start for position in positions)
-            token_ids.extend(request.prompt_token_ids[positions.start + 1 : positions.stop + 1])
-            num_top.extend([request.params.prompt_logprobs or 0] * len(positions))
-            lengths[index] = len(positions)
+            wanted.places.extend(first + position - row.start for position in positions)
+            wanted.token_ids.extend(request.prompt_token_ids[positions.start + 1 : positions.stop + 1])
+            wanted.num_top.extend([request.params.prompt_logprobs or 0] * len(positions))
+            wanted.lengths[index] = len(positions)
         first += row.num_tokens
-    entries: list[TokenLogprobs] = []
-    for start in range(0, len(places), _ROWS_AT_ONCE):
-        chunk = slice(start, start + _ROWS_AT_ONCE)
-        chosen = hidden[torch.tensor(places[chunk], device=hidden.device)]
-        entries += token_logprobs(torch.log_softmax(logits(chosen).float(), dim=-1), token_ids[chunk], num_top[chunk])
-    remaining = iter(entries)
-    return {index: tuple(islice(remaining, length)) for index, length in lengths.items()}
+    return wanted
 
 
 def _lacking(row: PlanRow) -> range:
@@ -49,3 +58,31 @@ def _lacking(row: PlanRow) -> range:
         return range(0)
     start = max(row.start, len(request.prompt_logprobs))
     return range(start, min(row.start + row.num_tokens, request.num_prompt_tokens - 1))
+
+
+def compute_prompt_logprobs(
+    hidden: Tensor, wanted: PromptTokens, logits: Callable[[Tensor], Tensor], device: Device
+) -> list[Tensor]:
+    """The tensors that `read_prompt_logprobs` reads, of final states `[num_tokens, hidden_size]`.
+
+    `logits` makes `[n, vocab_size]` of n states.
+    """
+    tensors: list[Tensor] = []
+    for chunk in wanted.chunks:
+        places, token_ids = device.upload(np.array(wanted.places[chunk]), np.array(wanted.token_ids[chunk]))
+        log_probs = torch.log_softmax(logits(hidden[places]).float(), dim=-1)
+        tensors += compute_logprobs(log_probs, token_ids, max(wanted.num_top[chunk]))
+    return tensors
+
+
+def read_prompt_logprobs(wanted: PromptTokens, arrays: Sequence[np.ndarray]) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """The entries by row of the plan."""
+    remaining = iter(arrays)
+    entries = iter(
+        [
+            entry
+            for chunk in wanted.chunks
+            for entry in read_logprobs(wanted.token_ids[chunk], wanted.num_top[chunk], list(islice(remaining, 4)))
+        ]
+    )
+    return {index: tuple(islice(entries, length)) for index, length in wanted.lengths.items()}

@@ -21,14 +21,17 @@ likeliest tokens are handed on.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch import SamplingBatch
+from engine.device import Device
 from engine.plan import Sampled
-from engine.sampling.logprobs import likeliest, token_logprobs
+from engine.sampling.logprobs import LogprobTensors, compute_logprobs, likeliest, read_logprobs
 from engine.sampling.token_rules import apply_edits
 from kernels.bitmask import apply_token_bitmask
 from kernels.ops import kernels_for
@@ -37,61 +40,90 @@ from kernels.ops import kernels_for
 _TOP_P_CANDIDATES = 1024
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[Sampled, ...]:
+class Draws(NamedTuple):
+    """What was drawn for R rows of logits, on the device.
+
+    Attributes:
+        token_ids: `[R]` int64; of a row without a token, any of the vocabulary.
+        best: `[R]` float32, the largest logit. There is no token where it is NaN or infinite.
+        logprobs: Of the rows that want them, in order; None if none does.
+        candidates: Of the rows of beam search, in order: log-probabilities and token ids, the likeliest first.
+    """
+
+    token_ids: Tensor
+    best: Tensor
+    logprobs: LogprobTensors | None
+    candidates: tuple[Tensor, Tensor] | None
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order in which `read_draws` takes them."""
+        return [self.token_ids, self.best, *(self.logprobs or ()), *(self.candidates or ())]
+
+
+def sample(logits: Tensor, batch: SamplingBatch, device: Device) -> Draws:
     """Choose one token for each row of `logits` `[R, vocab_size]`, which may be overwritten.
 
-    There is none for a row whose largest logit is NaN or infinite.
+    The host never waits for the device: what branches depend on is in the lists of `batch`.
     """
-    rows_with_logprobs, beams = list(batch.num_logprobs), list(batch.num_candidates)
-    log_probs = torch.log_softmax(logits[rows_with_logprobs].float(), dim=-1) if rows_with_logprobs else None
-    if beams or batch.grammar or batch.edits:
+    log_probs = None
+    if batch.num_logprobs:
+        wanted = _rows(device, batch.num_logprobs)
+        log_probs = torch.log_softmax(logits[wanted].float(), dim=-1)
+    if batch.num_candidates or batch.grammar or batch.edits:
         logits = logits.float()
-    if beams:
+    if batch.num_candidates:
+        beams = _rows(device, batch.num_candidates)
         logits[beams] = torch.log_softmax(logits[beams], dim=-1)
     if batch.grammar:
         apply_token_bitmask(logits, batch.grammar.bitmask, batch.grammar.rows)
     if batch.edits:
         apply_edits(logits, batch.edits)
-    best, tokens = kernels_for(logits.device).largest(logits)
+    best, token_ids = kernels_for(logits.device).largest(logits)
     random_rows = [row for row, temperature in enumerate(batch.temperature) if temperature > 0]
     if len(random_rows) == len(batch.temperature):
-        tokens = _sample_random(logits, batch)
+        token_ids = _sample_random(logits, batch, device)
     elif random_rows:
-        tokens[random_rows] = _sample_random(logits[random_rows], _select(batch, random_rows))
+        places = _rows(device, random_rows)
+        token_ids[places] = _sample_random(logits[places], _select(batch, random_rows), device)
+    return Draws(
+        token_ids,
+        best,
+        None if log_probs is None else compute_logprobs(log_probs, token_ids[wanted], max(batch.num_logprobs.values())),
+        likeliest(logits[beams], max(batch.num_candidates.values())) if batch.num_candidates else None,
+    )
+
+
+def read_draws(batch: SamplingBatch, arrays: Sequence[np.ndarray]) -> list[Sampled]:
+    """What was drawn, row by row; `arrays` are the tensors of its `Draws`, on the host."""
+    token_ids, best, *others = arrays
     sampled = [
-        Sampled(token if math.isfinite(score) else None, all_ruled_out=score == -math.inf)
-        for token, score in zip(tokens.tolist(), best.tolist(), strict=True)
+        Sampled(token_id if math.isfinite(score) else None, all_ruled_out=score == -math.inf)
+        for token_id, score in zip(token_ids.tolist(), best.tolist(), strict=True)
     ]
-    if log_probs is not None:
-        _attach_logprobs(sampled, log_probs, batch.num_logprobs)
-    if beams:
-        _attach_candidates(sampled, logits[beams], batch.num_candidates)
-    return tuple(sampled)
+    if batch.num_logprobs:
+        logprobs, others = others[: len(LogprobTensors._fields)], others[len(LogprobTensors._fields) :]
+        drawn = token_ids[list(batch.num_logprobs)].tolist()
+        entries = read_logprobs(drawn, list(batch.num_logprobs.values()), logprobs)
+        for row, entry in zip(batch.num_logprobs, entries, strict=True):
+            sampled[row] = sampled[row]._replace(logprobs=entry)
+    if batch.num_candidates:
+        values, ids = (array.tolist() for array in others)
+        for (row, count), row_ids, row_values in zip(batch.num_candidates.items(), ids, values, strict=True):
+            candidates = tuple(zip(row_ids[:count], row_values[:count], strict=True))
+            sampled[row] = sampled[row]._replace(candidates=candidates)
+    return sampled
 
 
-def _attach_logprobs(sampled: list[Sampled], log_probs: Tensor, num_logprobs: Mapping[int, int]) -> None:
-    """`log_probs` are those of the rows that `num_logprobs` names."""
-    # A row without a token is given up whole, so that it does not matter which one stands in for it here.
-    token_ids = [sampled[row].token_id or 0 for row in num_logprobs]
-    for row, logprobs in zip(
-        num_logprobs, token_logprobs(log_probs, token_ids, list(num_logprobs.values())), strict=True
-    ):
-        sampled[row] = sampled[row]._replace(logprobs=logprobs)
+def _rows(device: Device, rows: Iterable[int]) -> Tensor:
+    (places,) = device.upload(np.array(list(rows), dtype=np.int64))
+    return places
 
 
-def _attach_candidates(sampled: list[Sampled], scores: Tensor, num_candidates: Mapping[int, int]) -> None:
-    """`scores` are those of the rows that `num_candidates` names."""
-    values, token_ids = likeliest(scores, max(num_candidates.values()))
-    for (row, count), ids, logprobs in zip(num_candidates.items(), token_ids.tolist(), values.tolist(), strict=True):
-        candidates = tuple(zip(ids[:count], logprobs[:count], strict=True))
-        sampled[row] = sampled[row]._replace(candidates=candidates)
-
-
-def _sample_random(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def _sample_random(logits: Tensor, batch: SamplingBatch, device: Device) -> Tensor:
     """Stages 6 to 10 for rows of logits; returns token ids `[R]`."""
     limits = torch.finfo(torch.float32)
     # An infinite temperature would take to NaN what is -inf.
-    temperatures = _like(logits, batch.temperature, torch.float32).clamp_(limits.tiny, limits.max)
+    temperatures = np.clip(np.array(batch.temperature), limits.tiny, limits.max).astype(np.float32)
     vocab_size = logits.shape[-1]
     restricted = [
         row
@@ -100,34 +132,36 @@ def _sample_random(logits: Tensor, batch: SamplingBatch) -> Tensor:
     ]
     if restricted:
         logits = logits.float()
-        logits[restricted] = _restrict(logits[restricted], temperatures[restricted], _select(batch, restricted))
+        rows, divisors = device.upload(np.array(restricted), temperatures[restricted])
+        logits[rows] = _restrict(logits[rows], divisors, _select(batch, restricted), device)
         temperatures[restricted] = 1
-    seeds, positions = _like(logits, batch.seeds, torch.int64), _like(logits, batch.positions, torch.int64)
-    return kernels_for(logits.device).gumbel_argmax(logits, temperatures, seeds, positions)
+    divisors, seeds, positions = device.upload(
+        temperatures, np.array(batch.seeds, dtype=np.int64), np.array(batch.positions, dtype=np.int64)
+    )
+    return kernels_for(logits.device).gumbel_argmax(logits, divisors, seeds, positions)
 
 
-def _restrict(logits: Tensor, temperatures: Tensor, batch: SamplingBatch) -> Tensor:
+def _restrict(logits: Tensor, temperatures: Tensor, batch: SamplingBatch, device: Device) -> Tensor:
     """Return the logits, each less its row's largest, over the temperature, and -inf where stages 7 to 9 drop it."""
     # With the largest at 0, a temperature near 0 takes all others to -inf, and none to NaN.
     scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
-    if rows := [row for row, k in enumerate(batch.top_k) if 0 < k < scores.shape[-1]]:
-        k = _like(scores, [batch.top_k[row] for row in rows], torch.int64)
-        _keep_from(scores, rows, top_k_floor(scores[rows], k))
-    if rows := [row for row, p in enumerate(batch.top_p) if p < 1]:
-        p = _like(scores, [batch.top_p[row] for row in rows], torch.float32)
-        _keep_from(scores, rows, top_p_floor(scores[rows], p))
-    if rows := [row for row, p in enumerate(batch.min_p) if p > 0]:
-        _keep_from(scores, rows, _like(scores, [batch.min_p[row] for row in rows], torch.float32).log_())
+    if limits := {row: k for row, k in enumerate(batch.top_k) if 0 < k < scores.shape[-1]}:
+        rows, k = device.upload(np.array(list(limits)), np.array(list(limits.values())))
+        _keep_from(scores, rows, top_k_floor(scores[rows], k, max(limits.values())))
+    if shares := {row: p for row, p in enumerate(batch.top_p) if p < 1}:
+        rows, p = device.upload(np.array(list(shares)), np.array(list(shares.values()), dtype=np.float32))
+        # To look whether few candidates would do is to wait for the device.
+        find_floor = top_p_floor if scores.device.type == "cpu" else top_p_floor_by_sorting
+        _keep_from(scores, rows, find_floor(scores[rows], p))
+    if shares := {row: p for row, p in enumerate(batch.min_p) if p > 0}:
+        rows, p = device.upload(np.array(list(shares)), np.array(list(shares.values()), dtype=np.float32))
+        _keep_from(scores, rows, p.log())
     return scores
 
 
-def _like(tensor: Tensor, values: list, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=tensor.device)
-
-
-def top_k_floor(scores: Tensor, k: Tensor) -> Tensor:
-    """Return the `k`-th largest score of each row, `[R]`; `k` is `[R]` int64, from 1 to the row's length."""
-    largest = scores.topk(int(k.max()), dim=-1).values
+def top_k_floor(scores: Tensor, k: Tensor, max_k: int) -> Tensor:
+    """Return the `k`-th largest score of each row, `[R]`; `k` is `[R]` int64, from 1 to `max_k`."""
+    largest = scores.topk(max_k, dim=-1).values
     return largest.gather(1, k[:, None] - 1).squeeze(1)
 
 
@@ -143,6 +177,12 @@ def top_p_floor(scores: Tensor, p: Tensor) -> Tensor:
     return floor
 
 
+def top_p_floor_by_sorting(scores: Tensor, p: Tensor) -> Tensor:
+    """What `top_p_floor` returns, from the whole of each row."""
+    everything = scores.sort(dim=-1, descending=True).values
+    return _floor_in_sorted(everything, scores.logsumexp(dim=-1, keepdim=True), p)[0]
+
+
 def _floor_in_sorted(scores: Tensor, log_total: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """The floor in rows sorted in descending order, and whether the row's probabilities reach `p` at all."""
     probabilities = (scores - log_total).exp_()
@@ -152,7 +192,7 @@ def _floor_in_sorted(scores: Tensor, log_total: Tensor, p: Tensor) -> tuple[Tens
     return scores.gather(1, kept[:, None] - 1).squeeze(1), reach[:, -1] >= p
 
 
-def _keep_from(scores: Tensor, rows: list[int], floor: Tensor) -> None:
+def _keep_from(scores: Tensor, rows: Tensor, floor: Tensor) -> None:
     kept = scores[rows]
     scores[rows] = kept.masked_fill_(kept < floor[:, None], -math.inf)
 

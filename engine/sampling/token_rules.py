@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device import Device
 from engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -118,16 +119,23 @@ class Edit(NamedTuple):
     values: tuple[Tensor, ...] = ()
 
 
+class Allowed(NamedTuple):
+    """All places in `rows` `[n]` int64, each of them once, that are ruled out but for those of `kept`."""
+
+    rows: Tensor
+    kept: Edit
+
+
 class LogitEdits(NamedTuple):
     """What the rules of all rows do to a step's logits, in the order of the fields."""
 
     biases: Edit | None  # added
-    allowed: Edit | None  # in these rows, all other places are ruled out
+    allowed: Allowed | None
     penalties: Edit | None  # the repetition penalty, and what is subtracted
     banned: Edit | None  # ruled out
 
 
-def logit_edits(sequences: "list[Sequence]", device: torch.device) -> LogitEdits | None:
+def logit_edits(sequences: "list[Sequence]", device: Device) -> LogitEdits | None:
     """Collect the edits of a step whose rows of logits continue `sequences`; None if there are none."""
     biases, allowed, penalties, banned = [], [], [], []
     for row, sequence in enumerate(sequences):
@@ -144,16 +152,24 @@ def logit_edits(sequences: "list[Sequence]", device: torch.device) -> LogitEdits
             banned.append((row, np.array(token_ids, dtype=np.int64)))
     if not (biases or allowed or penalties or banned):
         return None
-    return LogitEdits(*(_edit(parts, device) for parts in (biases, allowed, penalties, banned)))
+    return LogitEdits(
+        biases=_edit(biases, device) if biases else None,
+        allowed=_allowed(allowed, device) if allowed else None,
+        penalties=_edit(penalties, device) if penalties else None,
+        banned=_edit(banned, device) if banned else None,
+    )
 
 
-def _edit(parts: list, device: torch.device) -> Edit | None:
+def _allowed(parts: list, device: Device) -> Allowed:
+    (rows,) = device.upload(np.array([row for row, _ in parts]))
+    return Allowed(rows, _edit(parts, device))
+
+
+def _edit(parts: list, device: Device) -> Edit:
     """Join parts `(row, token ids, numbers ...)`."""
-    if not parts:
-        return None
     rows = np.repeat([part[0] for part in parts], [len(part[1]) for part in parts])
     token_ids, *values = (np.concatenate(column) for column in list(zip(*parts, strict=True))[1:])
-    on_device = [torch.from_numpy(array).to(device) for array in (rows, token_ids, *values)]
+    on_device = device.upload(rows, token_ids, *values)
     return Edit(on_device[0], on_device[1], tuple(on_device[2:]))
 
 
@@ -163,9 +179,9 @@ def apply_edits(logits: Tensor, edits: LogitEdits) -> None:
         rows, token_ids, (added,) = edits.biases
         logits[rows, token_ids] += added
     if edits.allowed:
-        rows, token_ids, _ = edits.allowed
+        rows, token_ids, _ = edits.allowed.kept
         kept = logits[rows, token_ids]
-        logits[rows.unique()] = -math.inf
+        logits[edits.allowed.rows] = -math.inf
         logits[rows, token_ids] = kept
     if edits.penalties:
         rows, token_ids, (repetition, subtracted) = edits.penalties

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from engine.device import Device
 from engine.errors import RequestError
 from engine.machine import usable_cores
 from engine.plan import PlanRow
@@ -174,7 +175,7 @@ class GrammarMask(NamedTuple):
 class GrammarMasks:
     """Makes the masks of a step, those of its rows in parallel."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._executor: LLExecutor | None = None
 
@@ -197,7 +198,7 @@ class GrammarMasks:
             return None
         # Continuations that start at the same prompt's end share a mask.
         bitmask = np.repeat(self._fill(matchers), num_draws, axis=0)
-        return GrammarMask(torch.tensor(rows, device=self._device), torch.from_numpy(bitmask).to(self._device))
+        return GrammarMask(*self._device.upload(np.array(rows), bitmask))
 
     def _fill(self, matchers: list[GrammarMatcher]) -> np.ndarray:
         from llguidance import LLExecutor

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from engine import waiting
-from engine.core import TokenBudget
+from engine.loop import TokenBudget
 from engine.messages import NewRequest
 from engine.sampling.params import SamplingParams
 from tests.engine.models_fixture import byte_tokenizer

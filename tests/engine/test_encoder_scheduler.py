@@ -7,6 +7,7 @@ from engine.core import EngineCore
 from engine.encoder.scheduler import EncoderScheduler
 from engine.errors import OutOfMemory, RequestError
 from engine.info import EngineInfo
+from engine.loop import PlainLoop
 from engine.messages import NewRequest
 from engine.plan import StepOutput
 from engine.pooling.intake import PoolingIntake, PoolingModel
@@ -111,9 +112,10 @@ def test_steps_that_do_not_fit_the_memory_shrink_to_what_does_and_fail_only_what
         tasks=("embed",),
     )
     runner = SmallMemory()
+    scheduler = make_scheduler()
     core = EngineCore(
-        make_scheduler(),
-        runner,
+        scheduler,
+        PlainLoop(scheduler, runner, 20),
         info,
         tokenizer=None,
         eos_token_ids=frozenset(),

@@ -10,10 +10,11 @@ from transformers import LlamaForCausalLM
 
 from engine import LLM, SamplingParams
 from engine.batch import SamplingBatch
+from engine.device import CpuDevice
 from engine.plan import PlanRow
-from engine.sampling.logprobs import likeliest, token_logprobs
-from engine.sampling.prompt_logprobs import prompt_logprobs
-from engine.sampling.sampler import sample
+from engine.sampling.logprobs import compute_logprobs, first_of_equals, first_of_equals_on_cpu, likeliest
+from engine.sampling.prompt_logprobs import compute_prompt_logprobs, read_prompt_logprobs, wanted_tokens
+from engine.sampling.sampler import read_draws, sample
 from tests.engine.models_fixture import tiny_llama
 from tests.engine.toy import request
 
@@ -34,9 +35,25 @@ def test_the_likeliest_are_in_falling_order_and_of_equals_the_first(rows, count)
         assert row_values == [row[index] for index in expected]
 
 
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(rows_with_ties, min_size=1, max_size=4), count=st.integers(1, 12), ruled_out=st.integers(0, 12))
+def test_without_waiting_for_the_device_the_same_are_chosen_of_equals(rows, count, ruled_out):
+    scores = torch.tensor(rows)
+    scores[0, :ruled_out] = -math.inf
+    values, indices = scores.topk(count, dim=-1)
+    chosen = [choose(scores, values[:, -1:], indices.clone()) for choose in (first_of_equals, first_of_equals_on_cpu)]
+    assert chosen[0].sort(dim=-1).values.tolist() == chosen[1].sort(dim=-1).values.tolist()
+
+
+def test_where_logits_are_no_numbers_the_choice_stays_within_the_vocabulary():
+    scores = torch.full((1, 7), math.nan)
+    chosen = first_of_equals(scores, scores[:, :1], torch.zeros(1, 3, dtype=torch.int64))
+    assert {0 <= index < 7 for index in chosen.flatten().tolist()} == {True}
+
+
 def test_a_rank_counts_the_tokens_that_are_likelier_so_that_equals_share_it():
     log_probs = torch.tensor([[-1.0, -2.0, -1.0, -3.0, -2.0]]).repeat(5, 1)
-    ranks = [entry.rank for entry in token_logprobs(log_probs, [0, 1, 2, 3, 4], [0] * 5)]
+    ranks = compute_logprobs(log_probs, torch.arange(5), 0).ranks.tolist()
     assert ranks == [1, 3, 1, 5, 3]
 
 
@@ -46,7 +63,8 @@ def test_a_greedy_token_among_equals_is_the_first_of_the_likeliest_and_of_rank_o
     logits[0, tied] = 4.0
     logits[0, 7] = 2.0
     batch = SamplingBatch([0.0], [0], [1.0], [0.0], [1], [0], num_logprobs={0: 12})
-    (drawn,) = sample(logits, batch)
+    device = CpuDevice()
+    (drawn,) = read_draws(batch, device.download(lambda: sample(logits, batch, device).tensors()).wait())
     entry = drawn.logprobs
     assert (drawn.token_id, entry.token_id, entry.rank) == (tied[0], tied[0], 1)
     assert [token_id for token_id, _ in entry.top[: len(tied) + 1]] == [*tied, 7]
@@ -144,10 +162,15 @@ def test_a_prompt_that_is_computed_anew_adds_only_what_is_lacking():
     def logits(states):
         return torch.nn.functional.one_hot(states[:, 0] + 1, 12).float()
 
-    (first,) = prompt_logprobs(hidden[:3], [PlanRow(sequence, 0, 3, 0)], logits).values()
+    def prompt_logprobs(hidden, rows):
+        wanted = wanted_tokens(rows)
+        tensors = compute_prompt_logprobs(hidden, wanted, logits, CpuDevice())
+        return read_prompt_logprobs(wanted, [tensor.numpy() for tensor in tensors])
+
+    (first,) = prompt_logprobs(hidden[:3], [PlanRow(sequence, 0, 3, 0)]).values()
     asked.prompt_logprobs.extend(first)
     rows = [PlanRow(sequence, 0, 4, 0), PlanRow(sequence, 0, 6, 1)]
-    anew = prompt_logprobs(torch.cat([hidden[:4], hidden]), rows, logits)
+    anew = prompt_logprobs(torch.cat([hidden[:4], hidden]), rows)
     assert [[entry.token_id for entry in entries] for entries in (first, anew[0], anew[1])] == [[1, 4, 1], [5], [5, 9]]
     assert [entry.top[0][0] for entry in (*first, *anew[1])] == [4, 2, 5, 2, 6]
 

@@ -36,6 +36,38 @@ def test_no_room_is_an_error_that_says_how_little_there_is(monkeypatch):
         size(10 * 2**20, monkeypatch, bytes_per_token=10**6)
 
 
+def test_no_room_on_a_gpu_is_an_error_that_names_other_processes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**30)
+    config, options = EngineConfig("m", kv_cache_memory=1), {"tokens_per_request": 1, "max_num_seqs": 1}
+    with pytest.raises(ConfigError, match=r"Other processes use 20\.0 of the GPU's 24\.0 GiB"):
+        memory.size_kv_pool(config, torch.device("cuda"), bytes_per_token=1000, run_full_step=lambda: None, **options)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 23 * 2**30)
+    with pytest.raises(ConfigError) as nobody_else:
+        memory.size_kv_pool(config, torch.device("cuda"), bytes_per_token=1000, run_full_step=lambda: None, **options)
+    assert "Other processes" not in str(nobody_else.value)
+
+
+def test_a_gpu_that_is_full_while_loading_is_a_configuration_error(monkeypatch):
+    def full(config, device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Process 7 has 70 GiB memory in use.")
+
+    monkeypatch.setattr(build, "_load_and_assemble", full)
+    with pytest.raises(ConfigError, match=r"do not fit the GPU: .* Process 7 has 70 GiB"):
+        build.build_engine(EngineConfig("m", num_threads=1))
+
+
+def test_launching_ahead_is_refused_on_a_cpu():
+    with pytest.raises(ConfigError, match="async_scheduling is for GPUs"):
+        build.build_engine(EngineConfig("m", device="cpu", async_scheduling=True))
+
+
+@pytest.mark.parametrize("name", ["async_scheduling", "enforce_eager"])
+def test_switches_are_yes_or_no(name):
+    with pytest.raises(ConfigError, match=f"{name} must be True"):
+        EngineConfig("m", **{name: 1})
+
+
 def test_host_memory_is_kept_for_preempted_requests_only_beside_a_gpu(monkeypatch):
     def blocks(device, available, **options):
         monkeypatch.setattr(memory, "available_memory", lambda: available)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 from engine import LLM, EngineConfig, PoolingParams, RequestError, SamplingParams, TextPair
+from engine.device import CpuDevice
 from engine.messages import NewRequest
 from engine.pooling.intake import PoolingIntake, PoolingModel
 from engine.pooling.pooler import Pooler, sigmoid
@@ -108,7 +109,7 @@ def test_a_vector_is_the_same_over_any_chunks(pooling, chunk):
     pooler = Pooler(pooling)
     for start in range(0, 7, chunk):
         part = states[start : start + chunk]
-        pooler.add(sum_tokens(part, [pooler.wanted(start, len(part), 7)])[0].numpy())
+        pooler.add(sum_tokens(part, [pooler.wanted(start, len(part), 7)], CpuDevice())[0].numpy())
     np.testing.assert_allclose(pooler.vector(7), expected([states], pooling)[0], rtol=1e-6)
 
 
@@ -122,9 +123,9 @@ def test_a_prompt_computed_again_counts_once():
 
 def test_sums_of_several_rows_and_of_none():
     hidden = torch.arange(12.0).view(6, 2)
-    sums = sum_tokens(hidden, [range(4, 6), range(3, 3), range(1)])
+    sums = sum_tokens(hidden, [range(4, 6), range(3, 3), range(1)], CpuDevice())
     assert sums.tolist() == [[18, 20], [0, 0], [0, 1]]
-    assert sum_tokens(hidden.bfloat16(), [range(2)]).dtype == torch.float32
+    assert sum_tokens(hidden.bfloat16(), [range(2)], CpuDevice()).dtype == torch.float32
 
 
 def test_dimensions_are_cut_off_before_the_length_is_made_one():

@@ -8,14 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import SamplingBatch
-from engine.sampling.sampler import _TOP_P_CANDIDATES, top_k_floor, top_p_floor
+from engine.device import CpuDevice
+from engine.sampling.sampler import _TOP_P_CANDIDATES, read_draws, top_k_floor, top_p_floor, top_p_floor_by_sorting
 from engine.sampling.sampler import sample as sample_rows
-from engine.sampling.token_rules import Edit, LogitEdits
+from engine.sampling.token_rules import Allowed, Edit, LogitEdits
+
+
+def draw(logits, batch):
+    device = CpuDevice()
+    return read_draws(batch, device.download(lambda: sample_rows(logits, batch, device).tensors()).wait())
 
 
 def sample(logits, batch):
     """The token of each row."""
-    return tuple(sampled.token_id for sampled in sample_rows(logits, batch))
+    return tuple(sampled.token_id for sampled in draw(logits, batch))
 
 
 def sampling(rows, **columns):
@@ -133,7 +139,7 @@ def test_banned_tokens_are_never_drawn_not_even_greedily():
 def test_a_row_with_everything_ruled_out_has_no_token_and_says_why(temperature):
     logits = torch.randn(3, 4)
     logits[2, 1] = math.nan
-    drawn = sample_rows(logits, sampling(3, temperature=[temperature] * 3, edits=ruled_out(1, [0, 1, 2, 3])))
+    drawn = draw(logits, sampling(3, temperature=[temperature] * 3, edits=ruled_out(1, [0, 1, 2, 3])))
     assert [(one.token_id is None, one.all_ruled_out) for one in drawn] == [(False, False), (True, True), (True, False)]
 
 
@@ -141,7 +147,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     edits = ruled_out(1, logits[1].topk(3).indices.tolist())
     batch = sampling(3, temperature=[0.3, 0.0, 1.0], top_k=[2, 0, 0], edits=edits, num_logprobs={0: 0, 1: 4})
-    drawn = sample_rows(logits.clone(), batch)
+    drawn = draw(logits.clone(), batch)
     expected = torch.log_softmax(logits, -1)
     for row, top in ((0, 0), (1, 4)):
         entry = drawn[row].logprobs
@@ -160,9 +166,7 @@ def test_asking_for_logprobs_changes_no_token():
 def test_a_beams_candidates_are_its_likeliest_tokens_by_their_edited_logprobs():
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(2))
     best = logits[1].argmax().item()
-    drawn = sample_rows(
-        logits.clone(), sampling(2, temperature=[0.0, 0.0], edits=ruled_out(1, [best]), num_candidates={1: 5})
-    )
+    drawn = draw(logits.clone(), sampling(2, temperature=[0.0, 0.0], edits=ruled_out(1, [best]), num_candidates={1: 5}))
     expected = torch.log_softmax(logits[1], -1)
     expected[best] = -math.inf
     values, token_ids = expected.topk(5)
@@ -188,21 +192,21 @@ def test_a_temperature_next_to_zero_is_greedy():
 
 def test_no_temperature_however_high_draws_what_is_ruled_out():
     logits = torch.randn(64, 8)
-    drawn = sample(
-        logits, sampling(64, temperature=[1e39] * 64, edits=LogitEdits(None, Edit(*everywhere(64, [2, 5])), None, None))
-    )
-    assert set(drawn) == {2, 5}
+    allowed = Allowed(torch.arange(64), Edit(*everywhere(64, [2, 5])))
+    edits = LogitEdits(None, allowed, None, None)
+    assert set(sample(logits, sampling(64, temperature=[1e39] * 64, edits=edits))) == {2, 5}
 
 
 def everywhere(rows, token_ids):
     return torch.arange(rows).repeat_interleave(len(token_ids)), torch.tensor(token_ids * rows)
 
 
-def test_top_p_beyond_the_candidates_sorts_the_whole_row():
+@pytest.mark.parametrize("find_floor", [top_p_floor, top_p_floor_by_sorting])
+def test_top_p_beyond_the_candidates_sorts_the_whole_row(find_floor):
     vocab = 3 * _TOP_P_CANDIDATES
     flat = torch.linspace(0, 0.001, vocab)
     peaked = torch.full((vocab,), -50.0).index_fill_(0, torch.tensor([5]), 0.0)
-    floor = top_p_floor(torch.stack([flat, peaked]), torch.tensor([0.9, 0.9]))
+    floor = find_floor(torch.stack([flat, peaked]), torch.tensor([0.9, 0.9]))
     kept = (torch.stack([flat, peaked]) >= floor[:, None]).sum(-1).tolist()
     assert kept[0] == pytest.approx(0.9 * vocab, abs=3)
     assert kept[1] == 1
@@ -210,4 +214,4 @@ def test_top_p_beyond_the_candidates_sorts_the_whole_row():
 
 def test_top_k_floor_differs_by_row():
     scores = torch.tensor([[4.0, 1.0, 3.0, 2.0], [4.0, 1.0, 3.0, 2.0]])
-    assert top_k_floor(scores, torch.tensor([1, 3])).tolist() == [4.0, 2.0]
+    assert top_k_floor(scores, torch.tensor([1, 3]), 3).tolist() == [4.0, 2.0]

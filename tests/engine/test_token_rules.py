@@ -14,6 +14,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from engine.device import CpuDevice
 from engine.errors import RequestError
 from engine.request import Request
 from engine.sampling.params import SamplingParams
@@ -21,7 +22,7 @@ from engine.sampling.token_rules import TokenCounts, apply_edits, encode_bad_wor
 from tests.engine.models_fixture import byte_tokenizer
 from tests.engine.toy import EOS, VOCAB_SIZE
 
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 
 
 def sequence_of(prompt, output, *, bad_words=(), **params):

@@ -4,19 +4,24 @@ Its KV cache holds each slot's token and position, and its next token is a funct
 table, slot, position or prefix hit changes the answer, or raises.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.device import CpuDevice, Device
 from engine.errors import OutOfMemory
+from engine.graphs import DecodeGraphs, graph_sizes
 from engine.info import EngineInfo
+from engine.loop import PlainLoop
 from engine.plan import StepOutput, StepPlan
 from engine.request import Request
-from engine.runner import Runner
+from engine.runner import Runner, StepInFlight
 from engine.sampling.params import SamplingParams
 from engine.scheduler import Scheduler
 from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache
@@ -61,32 +66,60 @@ def _noise(seed: int) -> Tensor:
 
 
 class ToyModel:
-    """Writes `[token, position]` where a layer's key of two dimensions goes, and its hidden state is the next token."""
+    """Writes `[token, position]` where a layer's key of two dimensions goes, and its hidden state is the next token.
+
+    It reads tensors alone, as kernels do. Its plan for a graph is how many tokens each row has.
+    """
+
+    def reserve_plans(self, batch: AttentionBatch, kv: KVCache, max_context_len: int) -> list[Tensor]:
+        return [torch.zeros_like(batch.seq_lens)]
+
+    def refill_plans(self, plans: list[Tensor], batch: AttentionBatch, kv: KVCache) -> None:
+        plans[0].zero_()[: len(batch.context_lens)] = torch.tensor(batch.context_lens)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: KVCache, adapters: None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: KVCache,
+        adapters: None = None,
+        plans: list[Tensor] | None = None,
     ) -> Tensor:
         keys = kv.layer(0).key[:, 0]  # [num_blocks, block_size, 2]
-        slots = batch.slot_mapping
-        keys.view(-1, 2)[slots] = torch.stack([token_ids, positions], dim=1).float()
-        hidden = []
-        for row, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        is_written = batch.slot_mapping >= 0
+        written = torch.stack([token_ids, positions], dim=1).float()
+        keys.view(-1, 2)[batch.slot_mapping[is_written]] = written[is_written]
+        hidden = torch.full((len(token_ids), 1), math.nan)
+        contexts = (plans[0] if plans else batch.seq_lens).tolist()
+        starts = batch.query_start.tolist()
+        for row, (start, end) in enumerate(pairwise(starts)):
+            context = contexts[row]
             stored = keys[batch.block_tables[row].long()].reshape(-1, 2)[:context]
             assert stored[:, 1].tolist() == list(range(context)), "the cache does not hold this row's positions"
             tokens = stored[:, 0].long().tolist()
-            hidden += [[float(next_token(tokens[: context - query + 1 + i]))] for i in range(query)]
-        return torch.tensor(hidden)
+            for place in range(start, end):
+                hidden[place] = self.state(tokens[: context - end + place + 1])
+        return hidden
+
+    def state(self, context: list[int]) -> float:
+        return next_token(context)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(hidden[:, 0].long(), VOCAB_SIZE).float() * CERTAINTY
+        certain = torch.nn.functional.one_hot(hidden[:, 0].nan_to_num().long(), VOCAB_SIZE).float() * CERTAINTY
+        return certain.masked_fill_(hidden.isnan(), math.nan)
 
 
 class FaultyRunner:
-    """Runs steps, but for those that a test wants to fail: `fits` says of a plan whether memory holds it."""
+    """Runs steps, but for those that a test wants to fail: `fits` says of a plan whether memory holds it.
 
-    def __init__(self, runner: Runner, fits) -> None:
+    Of a step that is launched ahead, `fits_sampling` says the same of the second half.
+    """
+
+    def __init__(self, runner: Runner, fits, fits_sampling=lambda plan: True) -> None:
         self._runner = runner
         self._fits = fits
+        self._fits_sampling = fits_sampling
 
     def move_blocks(self, moves) -> None:
         self._runner.move_blocks(moves)
@@ -95,6 +128,19 @@ class FaultyRunner:
         if not self._fits(plan):
             raise OutOfMemory("no memory left")
         return self._runner.execute(plan)
+
+    def launch(self, plan: StepPlan, previous: StepInFlight | None) -> StepInFlight:
+        if not self._fits(plan):
+            raise OutOfMemory("no memory left")
+        return self._runner.launch(plan, previous)
+
+    def sample(self, step: StepInFlight) -> None:
+        if not self._fits_sampling(step.plan):
+            raise OutOfMemory("no memory left")
+        self._runner.sample(step)
+
+    def collect(self, step: StepInFlight) -> StepOutput:
+        return self._runner.collect(step)
 
 
 def toy_limits(**options) -> SchedulerConfig:
@@ -110,13 +156,17 @@ def toy_limits(**options) -> SchedulerConfig:
     )
 
 
-def toy_runner(limits: SchedulerConfig, model=None) -> Runner:
-    cpu = torch.device("cpu")
+def toy_runner(limits: SchedulerConfig, model=None, device: Device | None = None, *, graphs: bool = False) -> Runner:
+    model, device = model or ToyModel(), device or CpuDevice()
     kv, host = (
-        allocate_kv_cache(1, num_blocks, limits.block_size, 1, 2, torch.float32, cpu)
+        allocate_kv_cache(1, num_blocks, limits.block_size, 1, 2, torch.float32, device.place)
         for num_blocks in (limits.num_kv_blocks, limits.num_host_blocks + 1)
     )
-    return Runner(model or ToyModel(), kv, cpu, host)
+    captured = None
+    if graphs:
+        sizes = graph_sizes(limits.max_num_seqs)
+        captured = DecodeGraphs(model, kv, device, sizes=sizes, max_model_len=limits.max_model_len)
+    return Runner(model, kv, device, host, captured)
 
 
 def run_step(scheduler: Scheduler, runner: Runner, token_budget: int | None = None) -> list[Request]:
@@ -131,6 +181,7 @@ def toy_core(
     limits: SchedulerConfig | None = None, *, runner=None, tokenizer=None, seed: int = 0, adapters=None, pooling=None
 ) -> EngineCore:
     limits = limits or toy_limits()
+    scheduler = Scheduler(limits, adapters)
     info = EngineInfo(
         model="toy",
         dtype="float32",
@@ -143,8 +194,8 @@ def toy_core(
         block_size=limits.block_size,
     )
     return EngineCore(
-        Scheduler(limits, adapters),
-        runner or toy_runner(limits),
+        scheduler,
+        PlainLoop(scheduler, runner or toy_runner(limits), limits.max_num_batched_tokens),
         info,
         tokenizer=tokenizer,
         eos_token_ids=frozenset({EOS}),
