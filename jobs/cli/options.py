@@ -334,6 +334,17 @@ class EngineOptions:
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of a GPU's memory to use.", rich_help_panel=_ENGINE)
     ] = None
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Launch a step before the tokens of the last one are on the host. Default: with a GPU.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Replay no CUDA graphs.", rich_help_panel=_ENGINE)
+    ] = False
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=_ENGINE)] = None
     enable_prefix_caching: Annotated[
         bool | None,

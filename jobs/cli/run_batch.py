@@ -51,7 +51,6 @@ _REFUSED: dict[str, str] = {
     "speculative-config": "there is no speculative decoding",
     "limit-mm-per-prompt": "prompts are text",
     "output-tmp-dir": "what a run needs lies beside the output while it runs",
-    "enforce-eager": "there is no such choice",
     "no-enable-chunked-prefill": "prefill is always chunked",
     "generation-config": "rows and the engine's defaults decide",
 }
@@ -68,6 +67,11 @@ class VllmOptions:
     max_num_seqs: Annotated[int | None, typer.Option(help="Most rows in one step.")] = None
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in one step.")] = None
     gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of a GPU's memory to use.")] = None
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option("--async-scheduling/--no-async-scheduling", help="Launch steps ahead. Default: with a GPU."),
+    ] = None
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Replay no CUDA graphs.")] = False
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.")] = None
     swap_space: Annotated[float | None, typer.Option(help="GiB of host memory for preempted rows.")] = None
     enable_prefix_caching: Annotated[
@@ -94,6 +98,8 @@ class VllmOptions:
             model_impl=self.model_impl,
             trust_remote_code=self.trust_remote_code,
             gpu_memory_utilization=self.gpu_memory_utilization,
+            async_scheduling=self.async_scheduling,
+            enforce_eager=self.enforce_eager,
             block_size=self.block_size,
             enable_prefix_caching=self.enable_prefix_caching,
             max_loras=self.max_loras if self.enable_lora else None,
