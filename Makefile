@@ -4,13 +4,14 @@
 # make scale   measure memory, planning and ledger on jobs of MEGABYTES (5000) of records, of OpenAI lines and of Parquet
 # make fuzz    give the planner any bytes for FUZZ_SECONDS (600); what is found lies in build/fuzz
 # make bench-check         is the engine slower than the stored ratios to a product of matrices say? (-update stores anew)
+# make gpu-check           with an NVIDIA GPU: are kernels and engine right, and how fast? MINUTES=8; PYTHON has a CUDA build of torch
 # make lint    ruff, mypy and the import directions
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-slow soak scale fuzz bench-check bench-check-update lint format clean
+.PHONY: demo test test-slow soak scale fuzz bench-check bench-check-update gpu-check lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -66,6 +67,12 @@ bench-check: $(VENV)/test.installed
 
 bench-check-update: $(VENV)/test.installed
 	$(BIN)/python -m tests.bench.check --update
+
+MINUTES ?= 8
+
+# With an interpreter that has a CUDA build of torch, triton and transformers: nothing is installed.
+gpu-check:
+	$(PYTHON) -m tests.gpu.check --minutes $(MINUTES) --json gpu-check.json
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

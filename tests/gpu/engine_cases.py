@@ -8,14 +8,13 @@ likeliest are closer than rounding, either is right.
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from engine import LLM, EngineConfig, RequestOutput, SamplingParams
+from engine import LLM, RequestOutput, SamplingParams
 from tests.engine.families import CASES, SMALL, random_model, tokens
 from tests.gpu.cases import Case, Found, LeftOut, Setting
 
@@ -27,8 +26,6 @@ _TIE = 2e-4
 _LENGTHS = (70, 5, 33, 1, 32)
 _NEW_TOKENS = 24
 _SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_kv_blocks": 200, "block_size": 16, "swap_space": 0}
-# What a checkout must have for graphs and for overlap to be switched.
-_SWITCHES = ("enforce_eager", "async_scheduling")
 
 Tokens = list[list[tuple[int, ...]]]
 """Of each request, each of its answers."""
@@ -140,12 +137,9 @@ def _mixed_params(count: int) -> list[SamplingParams]:
     ]
 
 
-def _require_switches(setting: Setting) -> None:
+def _require_card(setting: Setting) -> None:
     if setting.device.type == "cpu":
         raise LeftOut("a CPU has neither graphs nor overlap")
-    missing = {*_SWITCHES} - {field.name for field in fields(EngineConfig)}
-    if missing:
-        raise LeftOut(f"EngineConfig of this checkout has no {' and no '.join(sorted(missing))}")
 
 
 def _sampled(setting: Setting, name: str, folder: str, params: Sequence[SamplingParams], **options: Any) -> Tokens:
@@ -155,7 +149,7 @@ def _sampled(setting: Setting, name: str, folder: str, params: Sequence[Sampling
 
 def _check_mode(setting: Setting, name: str, switches: dict[str, bool]) -> Found:
     """Greedy rows are Transformers', and sampled ones those of the plain loop."""
-    _require_switches(setting)
+    _require_card(setting)
     model, folder = _model(setting, name)
     params = _mixed_params(2 * len(_LENGTHS))
     plain = {"enforce_eager": True, "async_scheduling": False}

@@ -39,6 +39,8 @@ class Heads(NamedTuple):
 LLAMA = Heads(32, 8, 128)
 QWEN = Heads(16, 8, 128)
 _VOCABULARY, _ROWS = 151_936, 256
+# Of Qwen3 30B-A3B: experts, how many of them a token has, and both sizes.
+_EXPERTS = (128, 8, 2048, 768)
 
 
 def cases(setting: Setting) -> list[Case]:
@@ -172,7 +174,7 @@ def _glue(setting: Setting) -> Iterator[Case]:
 
     def measure_write(rows: int, heads: Heads, normed: bool, dtype: torch.dtype) -> Found:
         wants_float8(setting, dtype)
-        cache = allocate_kv_cache(1, rows // _BLOCK_SIZE + 1, _BLOCK_SIZE, heads.kv, heads.size, dtype, _CUDA)
+        cache = allocate_kv_cache(1, -(-rows // _BLOCK_SIZE) + 1, _BLOCK_SIZE, heads.kv, heads.size, dtype, _CUDA)
         width = (heads.query + 2 * heads.kv) * heads.size
         qkv = torch.randn(rows, width, device=_CUDA, dtype=_BFLOAT16)
         weight = torch.ones(heads.size, device=_CUDA, dtype=_BFLOAT16) if normed else None
@@ -245,7 +247,7 @@ def _other_products(setting: Setting) -> Iterator[Case]:
         return _computed(2 * rows * outputs * inputs, seconds)
 
     def measure_experts(rows: int) -> Found:
-        num_experts, top_k, hidden, intermediate = 128, 8, 2048, 768
+        num_experts, top_k, hidden, intermediate = _EXPERTS
         gate_up = torch.randn(num_experts, 2 * intermediate, hidden, device=_CUDA, dtype=_BFLOAT16)
         down = torch.randn(num_experts, hidden, intermediate, device=_CUDA, dtype=_BFLOAT16)
         stacked = StackedExperts(gate_up, None, down, None, activations.silu_and_mul)
