@@ -20,7 +20,7 @@ from engine.loader import LoadedEncoder, load
 from engine.machine import usable_cores
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from kernels.ops import Kernels, Linear, kernels_for
+from kernels.ops import Kernels, Linear, kernels_for, kv_bytes_per_token
 from workers.bench_ceilings import GemmCeilings, MemoryCeilings, measure_gemm, measure_memory, seconds_of
 from workers.bench_step import StepShares, batch_of, step_shares
 
@@ -128,14 +128,21 @@ class _Bench:
     def attention(self) -> Iterator[KernelRun]:
         for rows, context in _DECODE:
             yield self._attention("decode attention", rows, 1, context)
+            if self._device.type == "cpu":
+                yield self._attention("decode attention int8", rows, 1, context, torch.int8)
         for prompts, length in _PREFILL:
             yield self._attention("prefill attention", prompts, length, length)
+            if self._device.type == "cpu":
+                yield self._attention("prefill attention int8", prompts, length, length, torch.int8)
 
-    def _attention(self, name: str, rows: int, new: int, context: int) -> KernelRun:
+    def _attention(
+        self, name: str, rows: int, new: int, context: int, kv_dtype: torch.dtype = torch.bfloat16
+    ) -> KernelRun:
         config = self._config
-        context_bytes = rows * context * 2 * config.num_kv_heads * config.head_dim * torch.bfloat16.itemsize
+        context_bytes = rows * context * kv_bytes_per_token(1, config.num_kv_heads, config.head_dim, kv_dtype)
         layers = max(1, min(config.num_layers, _WALK_BYTES // context_bytes))
-        kv, batch = batch_of(config, self._device, rows=rows, new=new, context=context, layers=layers)
+        sizes = {"rows": rows, "new": new, "context": context, "layers": layers}
+        kv, batch = batch_of(config, self._device, **sizes, kv_dtype=kv_dtype)
         # On a machine that others share, memory's rate of a moment ago is not that of now.
         self._memory = measure_memory(self._device, _SECONDS_EACH)
         plan = self._kernels.plan_attention(batch, kv, config.num_heads)

@@ -79,13 +79,24 @@ def _grouped(times: dict[str, float]) -> tuple[float, float, float]:
 
 
 def batch_of(
-    config: ModelConfig, device: torch.device, *, rows: int, new: int, context: int, layers: int
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    rows: int,
+    new: int,
+    context: int,
+    layers: int,
+    kv_dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[KVCache, AttentionBatch]:
     """Return a cache of random keys and values, and a batch of equal sequences, each in blocks of its own."""
     blocks = -(-context // _BLOCK_SIZE)
     sizes = (rows * blocks + 1, _BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    kv = allocate_kv_cache(layers, *sizes, torch.bfloat16, device)
-    kv.data[0].normal_()
+    kv = allocate_kv_cache(layers, *sizes, kv_dtype, device)
+    numbers = torch.randn(kv.data[0].shape, device=device)
+    if kv.scales is not None:
+        numbers.mul_(40).clamp_(-127, 127)
+        kv.scales.fill_(1 / 40)
+    kv.data[0].copy_(numbers)
     kv.data[1:].copy_(kv.data[0])
     # Apart from each other, as in a pool that has been in use.
     tables = (torch.randperm(rows * blocks, device=device) + 1).view(rows, blocks)
