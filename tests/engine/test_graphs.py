@@ -122,6 +122,12 @@ def test_a_smaller_step_does_not_see_the_rows_of_a_larger_one_before_it():
     assert device.num_replays > 4
 
 
+def test_all_sizes_have_their_output_in_one_place():
+    kv = allocate_kv_cache(1, 65, 4, 1, 2, torch.float32, torch.device("cpu"))
+    graphs = DecodeGraphs(ToyModel(), kv, LateDevice(), sizes=[4, 2, 1], max_model_len=64)
+    assert len({graph._graph.output.data_ptr() for graph in graphs._graphs.values()}) == 1
+
+
 def test_padding_is_the_values_that_say_nothing():
     limits = toy_limits(max_num_seqs=4)
     kv = allocate_kv_cache(1, 65, 4, 1, 2, torch.float32, torch.device("cpu"))

@@ -221,6 +221,7 @@ def test_a_row_whose_answer_has_ended_is_dropped_and_keeps_its_blocks_until_then
     assert runner.steps, "a step with a row of it is on the device"
     assert core.scheduler.tables.pool.references() == dict.fromkeys(runner.blocks_in_use, 1)
     assert not core.scheduler.has_unfinished
+    assert not runner.steps[0][0].rows, "for which nothing is drawn"
     finish(core)
     assert runner.num_dropped == 1
 
@@ -255,6 +256,43 @@ def test_rows_that_need_the_tokens_before_them_run_in_every_step_all_the_same(pa
     finish(core)
     assert core.stats().steps <= 8 + 3
     assert any(len(plan.rows) == 3 for _, plan in runner.calls)
+
+
+def test_rows_behind_a_prompt_that_forks_go_on_with_their_own_tokens():
+    core, runner = late_core(toy_limits(max_num_seqs=12, max_num_batched_tokens=64), LateDevice())
+    core.add_requests([NewRequest(0, [1, 2], SamplingParams(n=3, temperature=4, max_tokens=6, ignore_eos=True))])
+    core.add_requests(NewRequest(n, [n, 7], GREEDY) for n in range(1, 7))
+    outputs = finish(core)
+    assert [len(plan.rows) for call, plan in runner.calls if call == "launch"][:2] == [7, 6], (
+        "all but the one that forks"
+    )
+    for n in range(1, 7):
+        assert list(outputs[n].outputs[0].token_ids) == answer([n, 7], 6, ignore_eos=True)
+
+
+def test_a_block_that_is_filled_by_a_token_on_its_way_is_found_by_that_token():
+    core, _ = late_core(toy_limits(max_num_seqs=8, num_kv_blocks=33), LateDevice())
+    core.add_requests(NewRequest(n, [n, 7], ENDLESS) for n in range(3))
+    for _ in range(50):
+        core.step()
+    # While others wait for room, it is asked in every step which blocks are being filled.
+    assert (core.stats().running, core.stats().waiting) == (2, 1)
+    core.abort(2)
+    outputs = finish(core)
+    prompt = [0, 7, *outputs[0].outputs[0].token_ids[:40]]
+    core.add_requests([NewRequest(9, prompt, GREEDY)])
+    finish(core)
+    assert core.stats().cached_tokens == 40
+
+
+def test_nobody_finds_the_blocks_of_a_row_that_is_no_number():
+    core, _ = late_core(toy_limits(max_num_batched_tokens=32), LateDevice(), model=FragileToy())
+    prompt = [1, POISON, *range(20)]
+    core.add_requests([NewRequest(0, prompt, GREEDY)])
+    core.step()
+    core.add_requests([NewRequest(1, prompt, GREEDY)])
+    assert [output.error.code for output in finish(core).values()] == ["nan_logits"] * 2
+    assert core.stats().cached_tokens == 0
 
 
 def test_beams_alone_are_not_split_over_two_kinds_of_steps():
@@ -333,10 +371,11 @@ def test_a_device_without_any_memory_fails_every_request_and_hangs_none():
         assert {output.error.code for output in finish(core).values()} == {"out_of_memory"}
 
 
-def test_the_largest_request_is_not_failed_if_it_has_just_ended():
+@pytest.mark.parametrize("half", ["fits", "fits_sampling"])
+def test_the_largest_request_is_not_failed_if_it_has_just_ended(half):
     """It ends in the step before the one that does not fit."""
     prompt = next([n, n] for n in range(256) if len(answer([n, n], 8)) == 2)
-    core, _ = late_core(toy_limits(), LateDevice(), fits=lambda plan: plan.rows[0].start < 3)
+    core, _ = late_core(toy_limits(), LateDevice(), **{half: lambda plan: plan.rows[0].start < 3})
     core.add_requests([NewRequest(0, prompt, SamplingParams(temperature=0, max_tokens=20))])
     (output,) = finish(core).values()
     assert (output.error, list(output.outputs[0].token_ids)) == (None, answer(prompt, 8))
