@@ -27,6 +27,7 @@ from kernels.ops import KVCache, allocate_kv_cache, kv_bytes_per_token
 # takes more memory; a GPU wants all the rows that its KV pool holds.
 CPU_BUDGETS = (96, 2048)
 CUDA_BUDGETS = (1024, 8192)
+_FLOAT8_CAPABILITY = (8, 9)
 # How many batches of requests may overtake one that waits for a slot of its adapter: enough that a queue in which
 # adapters alternate does not run one request at a time.
 _OVERTAKING_BATCHES = 4
@@ -140,6 +141,12 @@ def _device(config: EngineConfig) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch finds no CUDA device here.")
     check_device(config, device.type)
+    if config.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs a GPU that computes in 8-bit floating point, and "
+            f"{torch.cuda.get_device_name(device)} does not.",
+            hint="Leave it out, or take one from sm_89 on: Ada, Hopper or newer.",
+        )
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ConfigError("gpu_memory_utilization says nothing on a CPU.", hint="Use kv_cache_memory.")
     if device.type == "cpu" and config.async_scheduling:
