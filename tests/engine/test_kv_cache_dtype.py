@@ -151,7 +151,7 @@ def test_fp8_is_refused_on_a_gpu_that_does_not_compute_in_it(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match="kv_cache_dtype fp8 needs a GPU .* A100 does not"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8 needs a GPU .* A100 does not"):
         LLM("nowhere", device="cuda", kv_cache_dtype="fp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     with pytest.raises(ModelNotFound):
