@@ -16,6 +16,7 @@ from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, c
 from kernels.cpu import attention, extension, glue, sampling
 from kernels.cpu import int8 as compiled_int8
 from kernels.cpu import linear as compiled_linear
+from kernels.experts import StackExperts
 from kernels.linear import ActivateAndMul, Activation, GateUp, Linear, PackGateUp, PackLinear, gate_up_packer
 from kernels.reference import Expert, QueryKeyNorms
 
@@ -143,6 +144,7 @@ class Kernels(NamedTuple):
     gelu_tanh_and_mul: ActivateAndMul
     clamped_swiglu: _ClampedSwiglu
     mixture_of_experts: _MixtureOfExperts
+    stack_experts: StackExperts | None  # None: each is packed by itself, as linears are
     write_kv: _WriteKV
     write_qkv: _WriteQkv
     plan_attention: _PlanAttention
@@ -154,6 +156,10 @@ class Kernels(NamedTuple):
     pack_int8_gate_up: PackGateUp
     largest: _Largest
     gumbel_argmax: _GumbelArgmax
+
+    def activate_and_mul(self, activation: Activation) -> ActivateAndMul:
+        """Return the operation that applies `activation`."""
+        return {"silu": self.silu_and_mul, "gelu": self.gelu_and_mul, "gelu_tanh": self.gelu_tanh_and_mul}[activation]
 
 
 _TORCH = Kernels(
@@ -167,6 +173,7 @@ _TORCH = Kernels(
     gelu_tanh_and_mul=reference.gelu_tanh_and_mul,
     clamped_swiglu=reference.clamped_swiglu,
     mixture_of_experts=torch_moe.mixture_of_experts,
+    stack_experts=None,
     write_kv=reference.write_kv,
     write_qkv=reference.write_qkv,
     plan_attention=torch_attention.plan_attention,

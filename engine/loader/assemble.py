@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.config import Quantize
 from engine.errors import ModelNotSupported
-from engine.loader.experts import ExpertReader, ExpertWeights
+from engine.loader.experts import ExpertReader
 from engine.loader.pages import empty_in_own_pages
 from engine.loader.sources import TensorSource, check_shapes
 from engine.models.config import MixtureConfig, ModelConfig
@@ -17,7 +17,8 @@ from engine.models.expert_names import ExpertNames
 from engine.models.families import Family, WeightNames, expected_shapes
 from engine.models.mlp import DenseFeedForward, FeedForward
 from engine.models.moe import GatedExpert, MixtureOfExperts
-from kernels.ops import GateUp, Linear, kernels_for
+from kernels.experts import ExpertWeights
+from kernels.ops import ActivateAndMul, Expert, GateUp, Linear, kernels_for
 
 _NAMES_SHOWN = 5
 # Frequencies that older versions of Transformers stored in every layer, and that the configuration gives as well.
@@ -79,6 +80,7 @@ class _Builder:
         self._source = source
         self._device = device
         self._kernels = kernels_for(device)
+        self._quantizes = quantize is not None
         self.pack_linear = self._kernels.pack_int8_linear if quantize else self._kernels.pack_linear
         self._pack_gate_up = self._kernels.pack_int8_gate_up if quantize else self._kernels.pack_gate_up
         heads = (config.num_heads, config.num_kv_heads)
@@ -130,19 +132,29 @@ class _Builder:
     def _mixture(self, mixture: MixtureConfig, names: ExpertNames, layer: int) -> MixtureOfExperts:
         config = self._config
         reader = ExpertReader(self._source, names, bias=mixture.bias, dtype=config.dtype, device=self._device)
-        experts = []
-        for expert in range(mixture.num_experts):
-            weights = reader.read(layer, expert)
-            gate_up = self._expert_gate_up(mixture, weights)
-            experts.append(GatedExpert(gate_up, self.pack_linear(weights.down, weights.down_bias)))
-        return MixtureOfExperts(mixture, self._router(names, layer, bias=mixture.bias), experts, self._kernels)
+        weights = (reader.read(layer, expert) for expert in range(mixture.num_experts))
+        router = self._router(names, layer, bias=mixture.bias)
+        # Stacks are of what is read: quantised experts are packed one by one.
+        stack = None if self._quantizes else self._kernels.stack_experts
+        if stack is None:
+            experts: Sequence[Expert] = [self._expert(mixture, one) for one in weights]
+        else:
+            experts = stack(weights, mixture.num_experts, self._activate_and_mul(mixture))
+        return MixtureOfExperts(mixture, router, experts, self._kernels)
 
-    def _expert_gate_up(self, mixture: MixtureConfig, weights: ExpertWeights) -> GateUp:
+    def _expert(self, mixture: MixtureConfig, weights: ExpertWeights) -> GatedExpert:
         if mixture.clamped_swiglu is None:
-            return self._pack_gate_up(weights.gate_up, weights.gate_up_bias, self._config.activation)
+            gate_up = self._pack_gate_up(weights.gate_up, weights.gate_up_bias, self._config.activation)
+        else:
+            product = self.pack_linear(weights.gate_up, weights.gate_up_bias)
+            gate_up = GateUp.of(product, self._activate_and_mul(mixture))
+        return GatedExpert(gate_up, self.pack_linear(weights.down, weights.down_bias))
+
+    def _activate_and_mul(self, mixture: MixtureConfig) -> ActivateAndMul:
+        if mixture.clamped_swiglu is None:
+            return self._kernels.activate_and_mul(self._config.activation)
         alpha, limit = mixture.clamped_swiglu
-        activate = partial(self._kernels.clamped_swiglu, alpha=alpha, limit=limit)
-        return GateUp.of(self.pack_linear(weights.gate_up, weights.gate_up_bias), activate)
+        return partial(self._kernels.clamped_swiglu, alpha=alpha, limit=limit)
 
     def _router(self, names: ExpertNames, layer: int, *, bias: bool) -> Linear:
         # Never quantised: it is small, and an error in it takes other experts.

@@ -1,25 +1,12 @@
 """What is read for one expert of a mixture, in any layout of `engine.models.expert_names`."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from engine.loader.mxfp4 import dequantize_mxfp4
 from engine.loader.sources import TensorSource
 from engine.models.expert_names import ExpertNames
-
-
-class ExpertWeights(NamedTuple):
-    """One expert: gate_up `[2 * intermediate_size, hidden_size]`, gate first; down `[hidden_size, intermediate_size]`.
-
-    Every tensor is a copy: none holds on to the checkpoint's mapped file.
-    """
-
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+from kernels.experts import ExpertWeights
 
 
 class ExpertReader:
@@ -35,7 +22,7 @@ class ExpertReader:
         self._device = device
 
     def read(self, layer: int, expert: int) -> ExpertWeights:
-        """Return one expert, having read nothing of the others."""
+        """Return copies of one expert's tensors, having read nothing of the others."""
         names = self._names
         if names.layout == "separate":
             gate_up = [template.format(layer=layer, expert=expert) for template in names.gate_up]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from kernels import int8, linear
+from kernels.experts import stack_experts
 from kernels.linear import ActivateAndMul, Activation, gate_up_packer
 from kernels.ops import GraphPlans, Kernels
 from kernels.triton import activations, attention, experts, kv, norms, sampling, tiles
@@ -26,6 +27,7 @@ def cuda_kernels(rest: Kernels) -> Kernels:
         gelu_tanh_and_mul=activations.gelu_tanh_and_mul,
         clamped_swiglu=activations.clamped_swiglu,
         mixture_of_experts=experts.mixture_of_experts,
+        stack_experts=stack_experts,
         write_kv=kv.write_kv,
         write_qkv=kv.write_qkv,
         plan_attention=attention.plan_attention,

@@ -19,7 +19,7 @@ from kernels import torch_moe
 from kernels.experts import StackedExperts
 from kernels.reference import Expert
 from kernels.triton.groups import max_tiles, rows_of_tile
-from kernels.triton.launch import Launch, Specialisation, launch_for
+from kernels.triton.launch import Specialisation, launch_for
 
 # Rows of a tile, by row of the launch table.
 _ROWS_OF_A_TILE = (16, 64, 128)
@@ -65,7 +65,7 @@ def grouped_kernel(
             x_inside, weight_inside = x_inside & is_input, weight_inside & is_input
         x = tl.load(x_rows + k, mask=x_inside, other=0.0)
         weight = tl.load(weight_rows + k, mask=weight_inside, other=0.0)
-        total = tl.dot(weight, tl.trans(x), total)
+        total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
 
     out = tl.trans(total)
     if bias_ptr is not None:
@@ -119,7 +119,7 @@ def _route(expert_ids: Tensor, weights: Tensor, num_experts: int) -> _Routing:
 def mixture_of_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
     """Sum each token's experts by their weights, as `kernels.reference.mixture_of_experts` defines it.
 
-    x `[num_tokens, hidden_size]` bfloat16 or float16, contiguous. Only `StackedExperts` are multiplied in groups.
+    x `[num_tokens, hidden_size]`, contiguous, of the experts' dtype. Only `StackedExperts` are multiplied in groups.
     Others are called one by one, which reads from the device how many rows each has, and no graph captures that.
     """
     if not isinstance(experts, StackedExperts):
@@ -144,7 +144,7 @@ def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Ten
     """
     num_groups, out_features, in_features = weight.shape
     num_rows = len(x if rows is None else rows)
-    launch = _launch_for_rows(num_rows / num_groups, x.device)
+    launch = launch_for(_row_of_launches(num_rows / num_groups, x.dtype), x.device)
     out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
     row_tiles = max_tiles(num_rows, num_groups, launch.meta["BLOCK_M"])
     grid = (triton.cdiv(out_features, launch.meta["BLOCK_N"]), row_tiles)
@@ -165,12 +165,15 @@ def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Ten
     return out
 
 
-def _launch_for_rows(rows_of_a_group: float, device: torch.device) -> Launch:
+def _row_of_launches(rows_of_a_group: float, dtype: torch.dtype) -> str:
+    """Return the row of the launch table for products of `dtype`; all of float32 share one."""
+    if dtype == torch.float32:
+        return "experts/float32"
     tile = next((rows for rows in _ROWS_OF_A_TILE if rows_of_a_group <= rows), _ROWS_OF_A_TILE[-1])
-    return launch_for(f"experts/{tile}", device)
+    return f"experts/{tile}"
 
 
-def _grouped(tile: int, dtype: str, groups: int, *, gathered: bool, bias: bool, even_k: bool) -> Specialisation:
+def _grouped(row: str, dtype: str, groups: int, *, gathered: bool, bias: bool, even_k: bool) -> Specialisation:
     arguments = {
         "x_ptr": f"*{dtype}:16",
         "weight_ptr": f"*{dtype}:16",
@@ -186,12 +189,13 @@ def _grouped(tile: int, dtype: str, groups: int, *, gathered: bool, bias: bool, 
     }
     parts = (dtype, str(groups), "gathered" if gathered else "", "bias" if bias else "", "" if even_k else "odd K")
     variant = " ".join(filter(None, parts))
-    return Specialisation(grouped_kernel, f"experts/{tile}", arguments, hot=True, matrix=True, variant=variant)
+    is_fast = dtype != "fp32"
+    return Specialisation(grouped_kernel, row, arguments, hot=is_fast, matrix=is_fast, variant=variant)
 
 
 SPECIALISATIONS = (
     *(
-        _grouped(tile, dtype, groups, gathered=gathered, bias=bias, even_k=even_k)
+        _grouped(f"experts/{tile}", dtype, groups, gathered=gathered, bias=bias, even_k=even_k)
         for tile in _ROWS_OF_A_TILE
         for dtype, groups, gathered, bias, even_k in (
             ("bf16", 128, True, False, True),
@@ -200,6 +204,7 @@ SPECIALISATIONS = (
             ("fp16", 8, True, False, True),
         )
     ),
+    _grouped("experts/float32", "fp32", 32, gathered=True, bias=True, even_k=False),
     *(
         Specialisation(
             sum_experts_kernel,

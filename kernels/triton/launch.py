@@ -133,6 +133,7 @@ _TABLE: dict[str, dict[int, Launch]] = {
     # By the largest rank, as is `shrink`.
     "expand/64": {80: Launch({"BLOCK_N": 64, "BLOCK_M": 16})},
     "expand/256": {80: Launch({"BLOCK_N": 32, "BLOCK_M": 16}), 90: Launch({"BLOCK_N": 64, "BLOCK_M": 16})},
+    "expand/float32": {80: Launch({"BLOCK_N": 32, "BLOCK_M": 16}, num_stages=1)},
     # By the most rows that a tile takes.
     "experts/16": {
         80: Launch({"BLOCK_N": 64, "BLOCK_M": 16, "BLOCK_K": 64}, num_stages=4),
@@ -146,6 +147,7 @@ _TABLE: dict[str, dict[int, Launch]] = {
         80: Launch({"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": 64}, num_warps=8, num_stages=3),
         90: Launch({"BLOCK_N": 128, "BLOCK_M": 128, "BLOCK_K": 64}, num_warps=8, num_stages=4),
     },
+    "experts/float32": {80: Launch({"BLOCK_N": 32, "BLOCK_M": 16, "BLOCK_K": 32}, num_stages=1)},
     # By the most tokens that a tile takes.
     "float8/16": {
         89: Launch({"BLOCK_N": 64, "BLOCK_M": 16}, num_stages=4),
@@ -164,6 +166,7 @@ _TABLE: dict[str, dict[int, Launch]] = {
     "quantize_float8": {89: Launch({"BLOCK_M": 8})},
     "shrink/64": {80: Launch({"BLOCK_M": 16, "BLOCK_K": 128}, num_stages=3)},
     "shrink/256": {80: Launch({"BLOCK_M": 16, "BLOCK_K": 64}, num_stages=2)},
+    "shrink/float32": {80: Launch({"BLOCK_M": 16, "BLOCK_K": 32}, num_stages=1)},
     "sum_experts": {80: Launch({"BLOCK": 1024})},
     "sum_splits": {80: Launch({"BLOCK": 512})},
     # By the most tokens that a tile takes.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.lora import LowRank
 from kernels.triton.groups import max_tiles, rows_of_tile
-from kernels.triton.launch import Launch, Specialisation, launch_for
+from kernels.triton.launch import Specialisation, launch_for
 
 MAX_SLICES = 3
 """Parts of a projection with factors of their own: query, key and value."""
@@ -131,7 +131,7 @@ def shrink_kernel(
         is_input = (places < in_features - k)[None, :]
         x = tl.load(x_rows + k, mask=is_row[:, None] & is_input, other=0.0)
         a = tl.load(a_rows + k, mask=is_input, other=0.0)
-        total = tl.dot(a, tl.trans(x), total)
+        total = tl.dot(a, tl.trans(x), total, input_precision="ieee")
 
     to = ((split * num_rows + rows).to(tl.int64) * num_slices + part) * RANK
     tl.store(out_ptr + to[:, None] + ranks[None, :], tl.trans(total), mask=is_row[:, None])
@@ -184,7 +184,7 @@ def expand_kernel(
         shrunk += tl.load(shrunk_ptr + at[:, None] + ranks[None, :], mask=is_row[:, None], other=0.0)
     b_rows = (slot.to(tl.int64) * out_features + outputs) * RANK
     b = tl.load(b_ptr + b_rows[:, None] + ranks[None, :], mask=is_output[:, None], other=0.0)
-    product = tl.trans(tl.dot(b, tl.trans(shrunk.to(b.dtype))))
+    product = tl.trans(tl.dot(b, tl.trans(shrunk.to(b.dtype)), input_precision="ieee"))
 
     inside = is_row[:, None] & is_output[None, :]
     to = y_ptr + tokens[:, None] * out_features + outputs[None, :]
@@ -195,14 +195,14 @@ def expand_kernel(
 def lora_add(x: Tensor, y: Tensor, by_slot: AdapterRows, adapters: StackedLowRank) -> None:
     """Add to each row of `y` its adapter's product of the same row of `x`, as `kernels.reference.lora_add` defines it.
 
-    x `[num_tokens, in_features]` and y `[num_tokens, out_features]`, contiguous, are bfloat16 or float16, as the
-    adapters are. Between the two products a row is rounded to that.
+    x `[num_tokens, in_features]` and y `[num_tokens, out_features]`, contiguous, are of the adapters' dtype.
+    Between the two products a row is rounded to that.
     """
     num_slots, num_slices, rank, in_features = adapters.a.shape
     splits = triton.cdiv(in_features, _SPLIT_LENGTH)
     shrunk = torch.empty((splits, len(x), num_slices, rank), dtype=torch.float32, device=x.device)
     slots = triton.next_power_of_2(num_slots)
-    launch = _launch("shrink", rank, x.device)
+    launch = launch_for(_row_of_launches("shrink", rank, x.dtype), x.device)
     tiles = max_tiles(len(x), num_slots, launch.meta["BLOCK_M"])
     shrink_kernel[(tiles, num_slices, splits)](
         x,
@@ -218,7 +218,7 @@ def lora_add(x: Tensor, y: Tensor, by_slot: AdapterRows, adapters: StackedLowRan
         SPLIT_LENGTH=_SPLIT_LENGTH,
         **launch.options,
     )
-    launch = _launch("expand", rank, x.device)
+    launch = launch_for(_row_of_launches("expand", rank, x.dtype), x.device)
     sizes = (*adapters.sizes, 0, 0)[:MAX_SLICES]
     output_tiles = sum(triton.cdiv(size, launch.meta["BLOCK_N"]) for size in sizes)
     expand_kernel[(output_tiles, max_tiles(len(x), num_slots, launch.meta["BLOCK_M"]))](
@@ -237,12 +237,14 @@ def lora_add(x: Tensor, y: Tensor, by_slot: AdapterRows, adapters: StackedLowRan
     )
 
 
-def _launch(kind: str, rank: int, device: torch.device) -> Launch:
-    return launch_for(f"{kind}/{next(most for most in _RANKS if rank <= most)}", device)
+def _row_of_launches(kernel: str, rank: int, dtype: torch.dtype) -> str:
+    """Return the row of the launch table for adapters of this rank; all of float32 share one."""
+    return f"{kernel}/{'float32' if dtype == torch.float32 else next(most for most in _RANKS if rank <= most)}"
 
 
 def _specialised(dtype: str, rank: int, slices: int, splits: int) -> tuple[Specialisation, Specialisation]:
-    row = next(most for most in _RANKS if rank <= most)
+    is_fast = dtype != "fp32"
+    row = next(most for most in _RANKS if rank <= most) if is_fast else "float32"
     shared = {
         "rows_ptr": "*i64:16",
         "offsets_ptr": "*i32:16",
@@ -270,12 +272,12 @@ def _specialised(dtype: str, rank: int, slices: int, splits: int) -> tuple[Speci
         "SPLITS": splits,
     }
     return (
-        Specialisation(shrink_kernel, f"shrink/{row}", {**shared, **shrink}, hot=True, variant=f"{dtype} {rank}"),
+        Specialisation(shrink_kernel, f"shrink/{row}", {**shared, **shrink}, hot=is_fast, variant=f"{dtype} {rank}"),
         Specialisation(
             expand_kernel,
             f"expand/{row}",
             {**shared, **expand},
-            hot=True,
+            hot=is_fast,
             variant=f"{dtype} {rank} slices={slices} splits={splits}",
         ),
     )
@@ -286,4 +288,5 @@ SPECIALISATIONS = (
     *_specialised("bf16", 64, slices=2, splits=4),
     *_specialised("bf16", 256, slices=1, splits=14),
     *_specialised("fp16", 32, slices=1, splits=1),
+    *_specialised("fp32", 256, slices=3, splits=4),
 )

@@ -38,7 +38,8 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 class Compiled:
     """One specialisation on one architecture; `spills` are bytes of a thread, `shared` those of a program.
 
-    `tensor_memory` counts columns of sm_100's memory for matrix instructions.
+    `tensor_memory` counts columns of sm_100's memory for matrix instructions; `tf32` says whether products of float32
+    are of numbers that were cut to 10 bits.
 
     `error` is why it did not compile, and then the rest says nothing.
     """
@@ -53,6 +54,7 @@ class Compiled:
     shared: int = 0
     tensor_memory: int = 0
     wgmma: bool = False
+    tf32: bool = False
 
 
 def kernel_modules() -> list[str]:
@@ -124,6 +126,7 @@ def compile_one(module: str, index: int, architecture: int) -> Compiled:
         shared=compiled.metadata.shared,
         tensor_memory=compiled.metadata.tmem_size or 0,
         wgmma="wgmma.mma_async" in compiled.asm["ptx"],
+        tf32="tf32" in compiled.asm["ptx"],
     )
 
 

@@ -50,6 +50,10 @@ def test_matrix_kernels_use_wgmma_on_sm_90(compiled: list[Compiled]) -> None:
     assert [one.name for one in matrix if not one.wgmma] == []
 
 
+def test_products_of_float32_lose_no_bits_of_their_factors(compiled: list[Compiled]) -> None:
+    assert [f"{one.name} sm_{one.architecture}" for one in compiled if one.tf32] == []
+
+
 def test_every_kernel_is_listed() -> None:
     assert offline.unlisted_kernels() == []
 

@@ -68,6 +68,21 @@ def test_a_token_s_experts_are_summed_in_the_order_of_their_numbers() -> None:
     assert torch.equal(grouped.mixture_of_experts(ones[:1], expert_ids, weights, constant), ones[:1])
 
 
+def test_in_float32_nothing_is_rounded_to_fewer_bits() -> None:
+    stacked = _experts(5, 72, 40, bias=True)
+    experts = StackedExperts(
+        stacked.gate_up.float(),
+        stacked.gate_up_bias.float(),
+        stacked.down.float(),
+        stacked.down_bias.float(),
+        stacked.activate_and_mul,
+    )
+    x = torch.randn(13, 72, generator=torch.Generator().manual_seed(1))
+    expert_ids, weights = _routed(13, 5, 2)
+    got = grouped.mixture_of_experts(x, expert_ids, weights, experts)
+    torch.testing.assert_close(got, reference.mixture_of_experts(x, expert_ids, weights, experts), rtol=1e-5, atol=1e-6)
+
+
 def test_all_tokens_may_want_one_expert_and_the_others_none() -> None:
     x = torch.randn(37, 24, generator=torch.Generator().manual_seed(1)).half()
     _check(x, torch.full((37, 1), 2), torch.ones(37, 1), _experts(6, 24, 16))

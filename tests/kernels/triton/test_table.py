@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from kernels import ops, reference
+from kernels import experts, ops, reference
 from kernels.ops import kernels_for
 from kernels.triton import attention, kv
 
@@ -31,6 +31,7 @@ def test_a_gpu_gets_tritons_kernels(monkeypatch, capability):
     assert table.paged_attention is attention.paged_attention
     assert table.plan_attention is attention.plan_attention
     assert table.write_qkv is kv.write_qkv
+    assert table.stack_experts is experts.stack_experts
     of_triton = [name for name, kernel in table._asdict().items() if kernel.__module__.startswith("kernels.triton.")]
     assert len(of_triton) == 15
     linear = torch.nn.Linear(16, 64).half()
