@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,14 @@ ActivateAndMul = Callable[[Tensor], Tensor]
 """Gate and up `[num_tokens, 2 * intermediate_size]`, gate first, to `activation(gate) * up`."""
 
 
-class PackLinear(Protocol):
+Weight = TypeVar("Weight", contravariant=True)
+"""A weight `[out_features, in_features]`: a tensor, or one of the layouts of `kernels.reference_quantized`."""
+
+
+class PackLinear(Protocol[Weight]):
     """Lays out a weight `[out_features, in_features]` and its bias `[out_features]`."""
 
-    def __call__(self, weight: Tensor, bias: Tensor | None) -> Linear: ...
+    def __call__(self, weight: Weight, bias: Tensor | None) -> Linear: ...
 
 
 class GateUp(NamedTuple):
@@ -40,10 +44,17 @@ class GateUp(NamedTuple):
         return cls(product, activate_and_mul, lambda x: activate_and_mul(product(x)))
 
 
-class PackGateUp(Protocol):
+class PackGateUp(Protocol[Weight]):
     """Lays out a weight `[2 * intermediate_size, in_features]`, gate first, and its bias."""
 
-    def __call__(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> GateUp: ...
+    def __call__(self, weight: Weight, bias: Tensor | None, activation: Activation) -> GateUp: ...
+
+
+class Packers(NamedTuple, Generic[Weight]):
+    """What lays out weights of one kind: any linear's, and those of gate and up with the activation that follows."""
+
+    linear: PackLinear[Weight]
+    gate_up: PackGateUp[Weight]
 
 
 REFERENCE_ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
@@ -54,14 +65,21 @@ REFERENCE_ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
 
 
 def gate_up_packer(
-    pack_linear: PackLinear, activations: Mapping[Activation, ActivateAndMul] = REFERENCE_ACTIVATIONS
-) -> PackGateUp:
+    pack_linear: PackLinear[Weight], activations: Mapping[Activation, ActivateAndMul] = REFERENCE_ACTIVATIONS
+) -> PackGateUp[Weight]:
     """Return what packs gate and up with `pack_linear`, to be followed by a pass of one of `activations`."""
 
-    def pack(weight: Tensor, bias: Tensor | None, activation: Activation) -> GateUp:
+    def pack(weight: Weight, bias: Tensor | None, activation: Activation) -> GateUp:
         return GateUp.of(pack_linear(weight, bias), activations[activation])
 
     return pack
+
+
+def packers(
+    pack_linear: PackLinear[Weight], activations: Mapping[Activation, ActivateAndMul] = REFERENCE_ACTIVATIONS
+) -> Packers[Weight]:
+    """Return `pack_linear`, and what packs gate and up with it as `gate_up_packer` does."""
+    return Packers(pack_linear, gate_up_packer(pack_linear, activations))
 
 
 # oneDNN chooses the packed layout for a batch of this many rows; measured good from 1 to 2048 rows.

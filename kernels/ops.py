@@ -17,8 +17,19 @@ from kernels.cpu import attention, extension, glue, sampling
 from kernels.cpu import int8 as compiled_int8
 from kernels.cpu import linear as compiled_linear
 from kernels.experts import StackExperts
-from kernels.linear import ActivateAndMul, Activation, GateUp, Linear, PackGateUp, PackLinear, gate_up_packer
+from kernels.linear import (
+    ActivateAndMul,
+    Activation,
+    GateUp,
+    Linear,
+    Packers,
+    PackGateUp,
+    PackLinear,
+    gate_up_packer,
+    packers,
+)
 from kernels.reference import Expert, QueryKeyNorms
+from kernels.reference_quantized import Float8Weight, Int4Weight
 
 __all__ = [
     "ActivateAndMul",
@@ -150,10 +161,11 @@ class Kernels(NamedTuple):
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
     graph_plans: GraphPlans | None  # None: the operations of this table cannot be captured
-    pack_linear: PackLinear
-    pack_gate_up: PackGateUp
-    pack_int8_linear: PackLinear
-    pack_int8_gate_up: PackGateUp
+    pack_linear: PackLinear[Tensor]
+    pack_gate_up: PackGateUp[Tensor]
+    int8: Packers[Tensor]  # quantised as they are packed
+    int4: Packers[Int4Weight] | None  # None: there are no such products, of bfloat16 and float16 at least
+    float8: Packers[Float8Weight] | None  # the same
     largest: _Largest
     gumbel_argmax: _GumbelArgmax
 
@@ -181,8 +193,9 @@ _TORCH = Kernels(
     graph_plans=None,
     pack_linear=linear.plain_linear,
     pack_gate_up=gate_up_packer(linear.plain_linear),
-    pack_int8_linear=int8.int8_linear,
-    pack_int8_gate_up=gate_up_packer(int8.int8_linear),
+    int8=packers(int8.int8_linear),
+    int4=None,
+    float8=None,
     largest=reference.largest,
     gumbel_argmax=reference.gumbel_argmax,
 )
@@ -212,8 +225,7 @@ def _of_cpu() -> Kernels:
         paged_attention=attention.paged_attention,
         pack_linear=compiled_linear.packed_linear,
         pack_gate_up=compiled_linear.packed_gate_up,
-        pack_int8_linear=compiled_int8.int8_linear,
-        pack_int8_gate_up=compiled_int8.int8_gate_up,
+        int8=Packers(compiled_int8.int8_linear, compiled_int8.int8_gate_up),
         largest=sampling.largest,
         gumbel_argmax=sampling.gumbel_argmax,
     )
@@ -222,13 +234,13 @@ def _of_cpu() -> Kernels:
 @cache
 def _of_cuda(device: torch.device) -> Kernels:
     """Triton's kernels where there is triton, and an NVIDIA GPU with what they use: sm_80 has it first."""
-    is_served = torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
-    if not is_served or find_spec("triton") is None:
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.cuda is None or capability < (8, 0) or find_spec("triton") is None:
         return _TORCH
     # A machine without such a GPU has no triton.
     from kernels.triton import cuda_kernels
 
-    return cuda_kernels(_TORCH)
+    return cuda_kernels(_TORCH, capability)
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -129,11 +129,15 @@ def _float8_scale(largest: Tensor) -> Tensor:
     return (largest / _FLOAT8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
 
 
+def dequantize_float8(weight: Float8Weight) -> Tensor:
+    """Return the weight `[out_features, in_features]` in float32."""
+    out_features, in_features = weight.values.shape
+    by_output = weight.scales.repeat_interleave(FLOAT8_BLOCK, 0)[:out_features]
+    return weight.values.float() * by_output.repeat_interleave(FLOAT8_BLOCK, 1)[:, :in_features]
+
+
 def float8_linear(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
     """Return `x @ weight.T + bias` in `x.dtype`, of x quantised by `quantize_float8_groups`; sums are float32."""
-    out_features, in_features = weight.values.shape
     values, scales = quantize_float8_groups(x)
-    wide_x = values.float() * scales.T.repeat_interleave(FLOAT8_BLOCK, 1)[:, :in_features]
-    by_output = weight.scales.repeat_interleave(FLOAT8_BLOCK, 0)[:out_features]
-    wide_weight = weight.values.float() * by_output.repeat_interleave(FLOAT8_BLOCK, 1)[:, :in_features]
-    return F.linear(wide_x, wide_weight, None if bias is None else bias.float()).to(x.dtype)
+    wide_x = values.float() * scales.T.repeat_interleave(FLOAT8_BLOCK, 1)[:, : x.shape[1]]
+    return F.linear(wide_x, dequantize_float8(weight), None if bias is None else bias.float()).to(x.dtype)

@@ -116,7 +116,7 @@ class _Bench:
         weight = self._random(out_features, in_features)
         kinds = [(name, self._kernels.pack_linear, self._gemm.bf16, weight.nbytes)]
         if self._device.type == "cpu":
-            kinds.append((f"{name} int8", self._kernels.pack_int8_linear, self._gemm.int8, weight.numel()))
+            kinds.append((f"{name} int8", self._kernels.int8.linear, self._gemm.int8, weight.numel()))
         for kind, pack, ceiling, weight_bytes in kinds:
             packed = [pack(weight.clone(), None) for _ in range(layers or self._config.num_layers)]
             for rows in _ROWS:

@@ -81,8 +81,8 @@ class _Builder:
         self._device = device
         self._kernels = kernels_for(device)
         self._quantizes = quantize is not None
-        self.pack_linear = self._kernels.pack_int8_linear if quantize else self._kernels.pack_linear
-        self._pack_gate_up = self._kernels.pack_int8_gate_up if quantize else self._kernels.pack_gate_up
+        self.pack_linear = self._kernels.int8.linear if quantize else self._kernels.pack_linear
+        self._pack_gate_up = self._kernels.int8.gate_up if quantize else self._kernels.pack_gate_up
         heads = (config.num_heads, config.num_kv_heads)
         self._permuted = dict(zip(names.qkv, heads, strict=False)) if family.permuted_rope else {}
 

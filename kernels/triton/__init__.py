@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from kernels import int8, linear
 from kernels.experts import stack_experts
-from kernels.linear import ActivateAndMul, Activation, gate_up_packer
+from kernels.linear import ActivateAndMul, Activation, gate_up_packer, packers
 from kernels.ops import GraphPlans, Kernels
-from kernels.triton import activations, attention, experts, kv, norms, sampling, tiles
+from kernels.triton import activations, attention, experts, fp8, kv, norms, sampling, tiles, w4a16
 
 _ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
     "silu": activations.silu_and_mul,
@@ -15,8 +15,16 @@ _ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
 }
 
 
-def cuda_kernels(rest: Kernels) -> Kernels:
-    """Return the table of what serves an NVIDIA GPU from sm_80 on; `rest` says what is left to torch's operations."""
+# sm_89, Ada, is the first to multiply float8.
+_FLOAT8_CAPABILITY = (8, 9)
+
+
+def cuda_kernels(rest: Kernels, capability: tuple[int, int]) -> Kernels:
+    """Return the table of what serves an NVIDIA GPU of `capability`, sm_80 or later.
+
+    `rest` says what is left to torch's operations.
+    """
+    has_float8 = capability >= _FLOAT8_CAPABILITY
     return rest._replace(
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
@@ -34,7 +42,9 @@ def cuda_kernels(rest: Kernels) -> Kernels:
         paged_attention=attention.paged_attention,
         graph_plans=GraphPlans(tiles.serves, reserve=attention.reserve_plan, refill=attention.refill_plan),
         pack_gate_up=gate_up_packer(linear.plain_linear, _ACTIVATIONS),
-        pack_int8_gate_up=gate_up_packer(int8.int8_linear, _ACTIVATIONS),
+        int8=packers(int8.int8_linear, _ACTIVATIONS),
+        int4=packers(w4a16.pack_int4_linear, _ACTIVATIONS),
+        float8=packers(fp8.pack_float8_linear, _ACTIVATIONS) if has_float8 else None,
         largest=sampling.largest,
         gumbel_argmax=sampling.gumbel_argmax,
     )

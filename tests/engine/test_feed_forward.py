@@ -33,7 +33,7 @@ def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_that_add_nothing_leave_the_bits(dtype: torch.dtype, quantized: bool) -> None:
     gate_up, down = weights(dtype)
-    pack = KERNELS.pack_int8_gate_up if quantized else KERNELS.pack_gate_up
+    pack = KERNELS.int8.gate_up if quantized else KERNELS.pack_gate_up
     feed_forward = DenseFeedForward(0, pack(gate_up, None, "silu"), KERNELS.pack_linear(down, None))
     x = torch.randn(13, HIDDEN).to(dtype)
     assert torch.equal(feed_forward(x, Shift("qkv", 1.0)), feed_forward(x, None))

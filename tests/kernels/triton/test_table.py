@@ -7,7 +7,7 @@ import torch
 
 from kernels import experts, ops, reference
 from kernels.ops import kernels_for
-from kernels.triton import attention, kv
+from kernels.triton import attention, fp8, kv, w4a16
 
 GPU = torch.device("cuda", 0)
 
@@ -32,13 +32,26 @@ def test_a_gpu_gets_tritons_kernels(monkeypatch, capability):
     assert table.plan_attention is attention.plan_attention
     assert table.write_qkv is kv.write_qkv
     assert table.stack_experts is experts.stack_experts
-    of_triton = [name for name, kernel in table._asdict().items() if kernel.__module__.startswith("kernels.triton.")]
+    kernels = [kernel for kernel in table if kernel is not None]
+    of_triton = [kernel for kernel in kernels if kernel.__module__.startswith("kernels.triton.")]
     assert len(of_triton) == 15
     linear = torch.nn.Linear(16, 64).half()
     gate_up = table.pack_gate_up(linear.weight.detach(), None, "gelu_tanh")
     x = torch.randn(3, 16).half()
     expected = reference.gelu_tanh_and_mul(linear(x) - linear.bias)
     torch.testing.assert_close(gate_up.activated(x), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_float8"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_weights_in_four_bits_run_on_all_of_these_and_float8_from_ada_on(monkeypatch, capability, has_float8):
+    with_gpu(monkeypatch, capability)
+    table = kernels_for(GPU)
+    assert table.int4.linear is w4a16.pack_int4_linear
+    assert (table.float8 is not None) == has_float8
+    if table.float8:
+        assert table.float8.linear is fp8.pack_float8_linear
 
 
 def test_a_gpu_that_is_too_old_gets_torchs(monkeypatch):
