@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import int8
 from kernels.cpu import glue
-from kernels.cpu.panels import PANEL, gates_beside_ups, whole_panels
+from kernels.cpu.panels import PANEL, gates_beside_ups, whole_panels, zero_panels
 from kernels.linear import Activation, GateUp, Linear, gate_up_packer
 
 
@@ -52,4 +52,5 @@ def _quantized(
 
 def _packed(values: Tensor) -> Tensor:
     """Lay out `[out_features, in_features]`, whole panels, as `int8.h` reads it: `[out / 32, in / 4, 2, 16, 4]`."""
-    return values.view(-1, 2, PANEL // 2, values.shape[1] // 4, 4).permute(0, 3, 1, 2, 4).contiguous()
+    panels = values.view(-1, 2, PANEL // 2, values.shape[1] // 4, 4).permute(0, 3, 1, 2, 4)
+    return zero_panels(tuple(panels.shape), values.dtype).copy_(panels)

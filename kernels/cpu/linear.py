@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.cpu import glue
-from kernels.cpu.panels import GATES, PANEL, gates_beside_ups, whole_panels
+from kernels.cpu.panels import GATES, PANEL, gates_beside_ups, whole_panels, zero_panels
 from kernels.linear import Activation, GateUp, Linear, gate_up_packer, onednn_linear
 
 
@@ -56,7 +56,7 @@ def _linear(packed: Tensor, bias: Tensor | None, size: int, kind: str) -> Linear
 
 
 def _empty_panels(num_panels: int, weight: Tensor) -> Tensor:
-    return weight.new_zeros(num_panels, weight.shape[1] // 2, 2, 16, 2)
+    return zero_panels((num_panels, weight.shape[1] // 2, 2, 16, 2), weight.dtype)
 
 
 def _fill(panels: Tensor, weight: Tensor) -> None:
