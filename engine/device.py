@@ -55,6 +55,13 @@ class Device(Protocol):
         """
         ...
 
+    def write(self, target: Tensor, array: np.ndarray) -> None:
+        """Overwrite a tensor of the device with an array of its shape and dtype, in stream order, allocating nothing.
+
+        The array must not be written again.
+        """
+        ...
+
     def download(self, work: Callable[[], Sequence[Tensor]]) -> Download:
         """Run `work` in stream order, and copy the tensors that it returns to the host."""
         ...
@@ -90,6 +97,9 @@ class CpuDevice:
 
     def upload(self, *arrays: np.ndarray) -> list[Tensor]:
         return [torch.from_numpy(array) for array in arrays]
+
+    def write(self, target: Tensor, array: np.ndarray) -> None:
+        target.copy_(torch.from_numpy(array))
 
     def download(self, work: Callable[[], Sequence[Tensor]]) -> Download:
         return _Arrived(work())
@@ -158,6 +168,10 @@ class CudaDevice:
             packed[place].view(dtype).view(array.shape)
             for place, dtype, array in zip(places, dtypes, arrays, strict=True)
         ]
+
+    def write(self, target: Tensor, array: np.ndarray) -> None:
+        with torch.cuda.device(self.place):
+            target.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
     def download(self, work: Callable[[], Sequence[Tensor]]) -> Download:
         with torch.cuda.device(self.place):

@@ -29,6 +29,7 @@ from kernels.linear import (
     packers,
 )
 from kernels.reference import Expert, QueryKeyNorms
+from kernels.reference_blocks import StagedBlocks
 from kernels.reference_quantized import Float8Weight, Int4Weight
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Activation",
     "AttentionBatch",
     "AttentionPlan",
+    "BlockMoves",
     "Expert",
     "GateUp",
     "GraphPlans",
@@ -134,6 +136,27 @@ class GraphPlans(NamedTuple):
     refill: _RefillPlan
 
 
+class _CopyBlocks(Protocol):
+    def __call__(self, kv: KVCache, pairs: Tensor) -> None: ...
+
+
+class _GatherBlocks(Protocol):
+    def __call__(self, kv: KVCache, block_ids: Tensor, staged: StagedBlocks) -> None: ...
+
+
+class _ScatterBlocks(Protocol):
+    def __call__(self, staged: StagedBlocks, kv: KVCache, block_ids: Tensor) -> None: ...
+
+
+class BlockMoves(NamedTuple):
+    """Moves of many blocks in one launch, see `kernels.reference_blocks`. Not every cache is served so."""
+
+    serves: _ServesCache
+    copy: _CopyBlocks
+    gather: _GatherBlocks
+    scatter: _ScatterBlocks
+
+
 class _Largest(Protocol):
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -161,6 +184,7 @@ class Kernels(NamedTuple):
     plan_attention: _PlanAttention
     paged_attention: _PagedAttention
     graph_plans: GraphPlans | None  # None: the operations of this table cannot be captured
+    block_moves: BlockMoves | None  # None: blocks are moved one by one
     pack_linear: PackLinear[Tensor]
     pack_gate_up: PackGateUp[Tensor]
     int8: Packers[Tensor]  # quantised as they are packed
@@ -191,6 +215,7 @@ _TORCH = Kernels(
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,
     graph_plans=None,
+    block_moves=None,
     pack_linear=linear.plain_linear,
     pack_gate_up=gate_up_packer(linear.plain_linear),
     int8=packers(int8.int8_linear),

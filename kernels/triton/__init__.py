@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from kernels import int8, linear
 from kernels.experts import stack_experts
 from kernels.linear import ActivateAndMul, Activation, gate_up_packer, packers
-from kernels.ops import GraphPlans, Kernels
-from kernels.triton import activations, attention, experts, fp8, kv, norms, sampling, tiles, w4a16
+from kernels.ops import BlockMoves, GraphPlans, Kernels
+from kernels.triton import activations, attention, blocks, experts, fp8, kv, norms, sampling, tiles, w4a16
 
 _ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
     "silu": activations.silu_and_mul,
@@ -40,6 +40,7 @@ def cuda_kernels(rest: Kernels, capability: tuple[int, int]) -> Kernels:
         write_qkv=kv.write_qkv,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
+        block_moves=BlockMoves(blocks.serves, blocks.copy_blocks, blocks.gather_blocks, blocks.scatter_blocks),
         graph_plans=GraphPlans(tiles.serves, reserve=attention.reserve_plan, refill=attention.refill_plan),
         pack_gate_up=gate_up_packer(linear.plain_linear, _ACTIVATIONS),
         int8=packers(int8.int8_linear, _ACTIVATIONS),

@@ -3,6 +3,8 @@
 Bytes are moved as words of 32 bits, whatever the cache's dtype is.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,13 @@ from torch import Tensor
 from kernels.cache import KVCache
 from kernels.reference_blocks import StagedBlocks
 from kernels.triton.launch import Specialisation, launch_for
+
+_WORD_BYTES = 4
+
+
+def serves(kv: KVCache) -> bool:
+    """Whether a block of one layer is a number of whole words."""
+    return all(math.prod(tensor.shape[3:]) * tensor.itemsize % _WORD_BYTES == 0 for tensor in kv.tensors)
 
 
 def copy_blocks(kv: KVCache, pairs: Tensor) -> None:

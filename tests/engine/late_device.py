@@ -56,6 +56,9 @@ class LateDevice:
         self.submit(partial(_copy, targets, sources))
         return targets
 
+    def write(self, target, array):
+        self.submit(partial(_copy, [target], [torch.from_numpy(array)]))
+
     def download(self, work):
         return LateDownload(self, work)
 
