@@ -17,7 +17,7 @@ from kernels import reference, reference_blocks, reference_inputs
 from kernels.cache import KVCache, allocate_kv_cache
 from kernels.reference import QueryKeyNorms
 from kernels.reference_blocks import StagedBlocks, allocate_staged_blocks
-from kernels.reference_inputs import PLACEHOLDER, RowState, StepInputs
+from kernels.reference_inputs import PLACEHOLDER, InputTensors, RowState, StepRows
 from kernels.triton import activations, blocks, inputs, kv, norms
 from tests.gpu.attention_cases import attention_cases
 from tests.gpu.cases import Case, Setting, close, equal
@@ -209,40 +209,31 @@ def _blocks(setting: Setting) -> Iterator[tuple[str, Check]]:
 def _inputs(setting: Setting) -> Iterator[tuple[str, Check]]:
     device = setting.device
 
-    def some_rows() -> RowState:
-        state = RowState(
-            torch.randint(0, 50_000, (6, 1300), dtype=torch.int32),
-            torch.randint(0, 60, (6,), dtype=torch.int32),
-            (1 + torch.randperm(6 * 326)).int().view(6, 326),
-            torch.randint(0, 50_000, (6,), dtype=torch.int32),
-        )
-        return RowState(*(tensor.to(device) for tensor in state))
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, dtype=torch.int32).to(device)
+
+    def room(num_tokens: int, num_seqs: int) -> InputTensors:
+        flat = (poisoned(num_tokens, dtype=torch.int64, device=device) for _ in range(3))
+        per_seq = (poisoned(size, dtype=torch.int32, device=device) for size in (num_seqs + 1, num_seqs))
+        return InputTensors(*flat, *per_seq, poisoned(num_seqs, 326, dtype=torch.int32, device=device)[:, :300])
 
     def check(lengths: tuple[int, ...], padding: int) -> None:
-        state = some_rows()
-        order = torch.randperm(6)[: len(lengths)]
-        idx_mapping = torch.cat([order, torch.full((padding,), -1)]).int().to(device)
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        query_start = torch.cat([starts, starts[-1:].expand(padding)]).int().to(device)
-        last = int(order[0])
-        state.token_ids[last, int(state.num_computed[last]) + lengths[0] - 1] = PLACEHOLDER
-
-        def room() -> StepInputs:
-            flat = (poisoned(sum(lengths) + padding, dtype=torch.int64, device=device) for _ in range(3))
-            lens = poisoned(len(idx_mapping), dtype=torch.int32, device=device)
-            return StepInputs(*flat, lens, poisoned(len(idx_mapping), 326, dtype=torch.int32, device=device))
-
-        got, wanted = room(), room()
-        inputs.build_inputs(state, idx_mapping, query_start, 4, got)
-        reference_inputs.build_inputs(state, idx_mapping, query_start, 4, wanted)
+        rows = RowState((1 + torch.randperm(6 * 326)).int().view(6, 326).to(device), integers(50_000, 6))
+        num_seqs, num_tokens = len(lengths), sum(lengths)
+        order = torch.randperm(6)[:num_seqs].int().to(device)
+        starts = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+        step = StepRows(order, starts, integers(60, num_seqs), integers(50_000, num_tokens))
+        step.token_ids[lengths[0] - 1] = PLACEHOLDER
+        got, wanted = (room(num_tokens + padding, num_seqs + padding) for _ in range(2))
+        inputs.build_inputs(rows, step, 4, got)
+        reference_inputs.build_inputs(rows, step, 4, wanted)
         for one, other in zip(got, wanted, strict=True):
             equal(one, other)
-        advanced = RowState(*(tensor.clone() for tensor in state))
-        sample_of = torch.cat([torch.arange(len(lengths)), torch.full((padding,), -1)]).int().to(device)
-        sampled = torch.arange(100, 100 + len(lengths)).to(device)
-        inputs.advance_rows(state, idx_mapping, query_start, sample_of, sampled)
-        reference_inputs.advance_rows(advanced, idx_mapping, query_start, sample_of, sampled)
-        for one, other in zip(state, advanced, strict=True):
+        advanced = RowState(*(tensor.clone() for tensor in rows))
+        draws, sampled = integers(9, num_seqs), torch.arange(100, 109).to(device)
+        inputs.advance_rows(rows, order, draws, sampled)
+        reference_inputs.advance_rows(advanced, order, draws, sampled)
+        for one, other in zip(rows, advanced, strict=True):
             equal(one, other)
 
     for lengths, padding in (((1, 1, 1), 5), ((1,), 0), ((1100, 1, 9, 2), 1)):
