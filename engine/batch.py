@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from engine.adapter_slots import slots_of_tokens
 from engine.device import Device
 from engine.plan import PlanRow, StepPlan
 from engine.sampling.seeds import choice_seed
@@ -51,11 +52,15 @@ class SamplingBatch(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What the decoder computes, on the device: token ids and positions are `[num_tokens]` int64."""
+    """What the decoder computes, on the device: token ids and positions are `[num_tokens]` int64.
+
+    adapter_slots: `[num_tokens]` int64, the slots of the tokens' adapters, -1 for none; None if no token has one.
+    """
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
+    adapter_slots: Tensor | None = None
 
 
 class StepArrays(NamedTuple):
@@ -78,6 +83,7 @@ class StepArrays(NamedTuple):
     logits_rows: np.ndarray
     awaited: np.ndarray
     draws: np.ndarray
+    adapter_slots: np.ndarray | None = None
 
 
 def lay_out(plan: StepPlan, block_size: int, draws: Mapping[RequestSequence, int] = MappingProxyType({})) -> StepArrays:
@@ -112,6 +118,7 @@ def lay_out(plan: StepPlan, block_size: int, draws: Mapping[RequestSequence, int
         logits_rows=np.repeat(query_start[1:] - 1, [row.num_samples for row in plan.rows]),
         awaited=np.flatnonzero(token_ids == PLACEHOLDER),
         draws=np.array([draws[row.sequence] for row in plan.rows if _computes_placeholder(row)], dtype=np.int64),
+        adapter_slots=slots_of_tokens(plan.rows),
     )
 
 

@@ -1,7 +1,10 @@
 """From a configuration to an engine that is ready to step."""
 
+from collections.abc import Mapping
+
 import torch
 
+from engine.adapter_slots import AdapterSlots
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.device import Device, device_of
@@ -10,9 +13,9 @@ from engine.errors import ConfigError
 from engine.graphs import DecodeGraphs, graph_sizes
 from engine.info import EngineInfo
 from engine.loader import LoadedEncoder, LoadedModel, load
-from engine.loader.peft import PeftLoader, adapter_targets
+from engine.loader.peft import AdapterTarget, PeftLoader, adapter_shapes, adapter_targets
 from engine.loop import OverlappedLoop, PlainLoop
-from engine.lora import LoraCache
+from engine.lora import LoraAdapter, LoraCache
 from engine.machine import keep_freed_memory, usable_cores
 from engine.memory import kv_cache_dtype, size_host_pool, size_kv_pool
 from engine.models.decoder import Decoder
@@ -21,7 +24,7 @@ from engine.request import Request
 from engine.runner import Runner
 from engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from engine.scheduler import Scheduler
-from kernels.ops import KVCache, allocate_kv_cache, kv_bytes_per_token
+from kernels.ops import KVCache, allocate_kv_cache, kernels_for, kv_bytes_per_token
 
 # Rows and tokens of one step. On a CPU a step is bound by arithmetic from a few dozen rows on, and a larger one only
 # takes more memory; a GPU wants all the rows that its KV pool holds.
@@ -70,12 +73,11 @@ def _load_and_assemble(config: EngineConfig, device: torch.device) -> EngineCore
 
 def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> EngineCore:
     """Size the KV pool, and put the loop together around a model that is loaded on `device`."""
-    peft = _peft_loader(config, loaded, device) if config.max_loras else None
-    limits = _resolve(config, loaded, device, peft.max_adapter_bytes * config.max_loras if peft else 0)
-    adapters = None
-    if peft:
-        overtakes = _OVERTAKING_BATCHES * limits.max_num_seqs
-        adapters = LoraCache(peft.load, max_loras=config.max_loras, max_overtakes=overtakes)
+    home = device_of(device)
+    targets = _adapter_targets(config, loaded) if config.max_loras else {}
+    slots = _adapter_slots(config, loaded, targets, home) if targets else None
+    limits = _resolve(config, loaded, device, slots)
+    adapters = _adapter_cache(config, loaded, targets, slots, limits) if slots else None
     model_dtype = str(loaded.config.dtype).removeprefix("torch.")
     info = EngineInfo(
         model=config.model,
@@ -98,9 +100,10 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
         for tensor in kv.tensors:
             tensor.zero_()
     scheduler = Scheduler(limits, adapters)
-    home = device_of(device)
-    graphs = _decode_graphs(config, loaded, kv, home, graph_sizes(limits.max_num_seqs), limits.max_model_len)
-    runner = Runner(loaded.decoder, kv, home, _host_cache(loaded, limits, kv_dtype, device), graphs)
+    sizes = graph_sizes(limits.max_num_seqs)
+    graphs = _decode_graphs(config, loaded, kv, home, slots, sizes, limits.max_model_len)
+    host = _host_cache(loaded, limits, kv_dtype, device)
+    runner = Runner(loaded.decoder, kv, home, host, graphs, slots)
     overlaps = device.type == "cuda" and config.async_scheduling is not False
     loop = OverlappedLoop if overlaps else PlainLoop
     return EngineCore(
@@ -170,17 +173,43 @@ def check_device(config: EngineConfig, device_type: str) -> None:
         )
 
 
-def _peft_loader(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> PeftLoader:
+def _adapter_targets(config: EngineConfig, loaded: LoadedModel) -> dict[str, AdapterTarget]:
     if not isinstance(loaded.decoder, Decoder):
         raise ConfigError(
             f"{config.model} runs by Transformers' own code, which takes no LoRA adapters here.",
             hint="Set max_loras to 0, and merge the adapter into the model.",
         )
-    targets = adapter_targets(loaded.decoder.config)
-    return PeftLoader(targets, max_rank=config.max_lora_rank, dtype=loaded.config.dtype, device=device)
+    return adapter_targets(loaded.decoder.config)
 
 
-def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, reserved_bytes: int) -> SchedulerConfig:
+def _adapter_slots(
+    config: EngineConfig, loaded: LoadedModel, targets: Mapping[str, AdapterTarget], device: Device
+) -> AdapterSlots:
+    return AdapterSlots(
+        adapter_shapes(targets),
+        kernels_for(device.place).lora,
+        device,
+        num_slots=config.max_loras,
+        max_rank=config.max_lora_rank,
+        dtype=loaded.config.dtype,
+    )
+
+
+def _adapter_cache(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    targets: Mapping[str, AdapterTarget],
+    slots: AdapterSlots,
+    limits: SchedulerConfig,
+) -> LoraCache:
+    peft = PeftLoader(targets, slots.stage, max_rank=config.max_lora_rank, dtype=loaded.config.dtype)
+    overtakes = _OVERTAKING_BATCHES * limits.max_num_seqs
+    return LoraCache(peft.load, slots.put, max_loras=config.max_loras, max_overtakes=overtakes)
+
+
+def _resolve(
+    config: EngineConfig, loaded: LoadedModel, device: torch.device, slots: AdapterSlots | None
+) -> SchedulerConfig:
     model = loaded.config
     default_seqs, default_tokens = CUDA_BUDGETS if device.type == "cuda" else CPU_BUDGETS
     max_num_seqs = config.max_num_seqs or default_seqs
@@ -197,8 +226,8 @@ def _resolve(config: EngineConfig, loaded: LoadedModel, device: torch.device, re
         bytes_per_token=bytes_per_token,
         tokens_per_request=tokens_per_request,
         max_num_seqs=max_num_seqs,
-        reserved_bytes=reserved_bytes,
-        run_full_step=lambda: _run_full_step(config, loaded, device, max_num_seqs, max_num_batched_tokens),
+        reserved_bytes=slots.bytes_to_come if slots else 0,
+        run_full_step=lambda: _run_full_step(config, loaded, device, slots, max_num_seqs, max_num_batched_tokens),
     )
     pool_tokens = (num_kv_blocks - 1) * config.block_size
     return SchedulerConfig(
@@ -246,7 +275,13 @@ def _host_cache(
 
 
 def _decode_graphs(
-    config: EngineConfig, loaded: LoadedModel, kv: KVCache, device: Device, sizes: list[int], max_model_len: int
+    config: EngineConfig,
+    loaded: LoadedModel,
+    kv: KVCache,
+    device: Device,
+    slots: AdapterSlots | None,
+    sizes: list[int],
+    max_model_len: int,
 ) -> DecodeGraphs | None:
     """Capture CUDA graphs for these numbers of rows; None where that cannot be done, or is not wanted."""
     decoder = loaded.decoder
@@ -254,13 +289,19 @@ def _decode_graphs(
         return None
     if not decoder.capturable(kv):
         return None
-    return DecodeGraphs(decoder, kv, device, sizes=sizes, max_model_len=max_model_len)
+    return DecodeGraphs(decoder, kv, device, slots, sizes=sizes, max_model_len=max_model_len)
 
 
 def _run_full_step(
-    config: EngineConfig, loaded: LoadedModel, device: torch.device, max_num_seqs: int, max_num_batched_tokens: int
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: torch.device,
+    slots: AdapterSlots | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
 ) -> None:
-    """A real step of all the tokens and all the rows of the budgets, each row with the costliest way of sampling.
+    """A real step of all the tokens and all the rows of the budgets, each row with the costliest way of sampling, and
+    an adapter where there are any.
 
     The largest CUDA graph holds its memory meanwhile, which the others share.
     """
@@ -284,8 +325,11 @@ def _run_full_step(
         logprobs=MAX_LOGPROBS,
     )
     for index in range(max_num_seqs):
-        scheduler.add(Request(index, [0] * tokens_per_row, params, seed=index))
+        request = Request(index, [0] * tokens_per_row, params, seed=index)
+        request.adapter = LoraAdapter(b"", (), slot=0) if slots else None
+        scheduler.add(request)
     kv, home = _kv_cache(loaded, limits, kv_cache_dtype(config, loaded.config.dtype), device), device_of(device)
     longest = config.max_model_len or loaded.config.max_position_embeddings
-    graphs = _decode_graphs(config, loaded, kv, home, graph_sizes(max_num_seqs)[:1], longest)
-    Runner(loaded.decoder, kv, home, graphs=graphs).execute(scheduler.schedule())
+    graphs = _decode_graphs(config, loaded, kv, home, slots, graph_sizes(max_num_seqs)[:1], longest)
+    runner = Runner(loaded.decoder, kv, home, graphs=graphs, adapters=slots)
+    runner.execute(scheduler.schedule())

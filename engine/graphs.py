@@ -7,6 +7,7 @@ A step of n such rows is replayed from the graph of the least size that holds th
     slot_mapping  s1  s2  s3  s4  s5  -1  -1  -1         -1 writes nothing
     seq_lens      10   5   1   8   2   0   0   0         and reads nothing
     query_start    0   1   2   3   4   5   5   5   5     nor does anybody ask for more
+    adapter_slots -1   2   2  -1   0  -1  -1  -1         in graphs for steps with adapters alone
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapter_slots import AdapterSlots
 from engine.batch import StepArrays, StepInputs
 from engine.device import Device, Graph
+from engine.models.adapters import Adapters
 from kernels.cache import NULL_BLOCK
 from kernels.ops import AttentionBatch, AttentionPlan, KVCache
 
@@ -45,7 +48,7 @@ class GraphModel(Protocol):
         positions: Tensor,
         batch: AttentionBatch,
         kv: KVCache,
-        adapters: None = None,
+        adapters: Adapters | None = None,
         plans: Sequence[AttentionPlan] | None = None,
     ) -> Tensor: ...
 
@@ -61,6 +64,7 @@ class DecodeGraph:
     def pad(self, arrays: StepArrays) -> StepArrays:
         """The step with as many rows as the graph has; those that are added compute nothing that is kept."""
         missing = len(self._buffers.token_ids) - len(arrays.token_ids)
+        slots = arrays.adapter_slots
         return arrays._replace(
             token_ids=np.pad(arrays.token_ids, (0, missing)),
             positions=np.pad(arrays.positions, (0, missing)),
@@ -70,6 +74,7 @@ class DecodeGraph:
             slot_mapping=np.pad(arrays.slot_mapping, (0, missing), constant_values=-1),
             query_lens=arrays.query_lens + (1,) * missing,
             context_lens=arrays.context_lens + (0,) * missing,
+            adapter_slots=None if slots is None else np.pad(slots, (0, missing), constant_values=-1),
         )
 
     def replay(self, inputs: StepInputs) -> Tensor:
@@ -88,11 +93,19 @@ class DecodeGraph:
 class DecodeGraphs:
     """Graphs for some numbers of rows, see `graph_sizes`, of up to `max_model_len` tokens each.
 
-    They are captured here, the largest first: it takes the memory that the others use again.
+    They are captured here, the largest first: it takes the memory that the others use again. With `adapters` there is
+    one more of each size, for steps in which a row has one.
     """
 
     def __init__(
-        self, model: GraphModel, kv: KVCache, device: Device, *, sizes: Sequence[int], max_model_len: int
+        self,
+        model: GraphModel,
+        kv: KVCache,
+        device: Device,
+        adapters: AdapterSlots | None = None,
+        *,
+        sizes: Sequence[int],
+        max_model_len: int,
     ) -> None:
         with torch.inference_mode():
             buffers = _empty_buffers(sizes[0], -(-max_model_len // kv.block_size), device.place)
@@ -104,15 +117,20 @@ class DecodeGraphs:
 
         @torch.inference_mode()
         def forward(inputs: StepInputs) -> Tensor:
-            hidden = model.forward(inputs.token_ids, inputs.positions, inputs.attention, kv, plans=plans)
+            of_step = None
+            if inputs.adapter_slots is not None:
+                assert adapters is not None
+                of_step = adapters.of_step(inputs.adapter_slots)
+            hidden = model.forward(inputs.token_ids, inputs.positions, inputs.attention, kv, of_step, plans)
             return hidden if states is None else states[: len(hidden)].copy_(hidden)
 
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
         for size in sizes:
-            views = _first(size, buffers)
-            graph = device.capture(partial(forward, views))
-            states = graph.output if states is None else states
-            self._graphs[size] = DecodeGraph(views, refill, graph)
+            for adapts in (False, True) if adapters else (False,):
+                views = _first(size, buffers, adapts=adapts)
+                graph = device.capture(partial(forward, views))
+                states = graph.output if states is None else states
+                self._graphs[size, adapts] = DecodeGraph(views, refill, graph)
         self._sizes = sorted(sizes)
 
     def fitting(self, arrays: StepArrays) -> DecodeGraph | None:
@@ -121,7 +139,7 @@ class DecodeGraphs:
         if len(arrays.token_ids) != num_rows:
             return None
         size = next((size for size in self._sizes if size >= num_rows), None)
-        return None if size is None else self._graphs[size]
+        return None if size is None else self._graphs[size, arrays.adapter_slots is not None]
 
 
 def _empty_buffers(num_rows: int, num_blocks: int, place: torch.device) -> StepInputs:
@@ -141,12 +159,13 @@ def _empty_buffers(num_rows: int, num_blocks: int, place: torch.device) -> StepI
             query_lens=(1,) * num_rows,
             context_lens=(0,) * num_rows,
         ),
+        adapter_slots=filled(-1, num_rows, dtype=torch.int64),
     )
 
 
-def _first(num_rows: int, buffers: StepInputs) -> StepInputs:
-    """The buffers' first rows."""
-    attention = buffers.attention
+def _first(num_rows: int, buffers: StepInputs, *, adapts: bool) -> StepInputs:
+    """The buffers' first rows, for steps with adapters or without any."""
+    attention, slots = buffers.attention, buffers.adapter_slots
     return StepInputs(
         buffers.token_ids[:num_rows],
         buffers.positions[:num_rows],
@@ -158,12 +177,13 @@ def _first(num_rows: int, buffers: StepInputs) -> StepInputs:
             query_lens=(1,) * num_rows,
             context_lens=(0,) * num_rows,
         ),
+        slots[:num_rows] if adapts and slots is not None else None,
     )
 
 
 def _tensors(inputs: StepInputs) -> list[Tensor]:
     attention = inputs.attention
-    return [
+    tensors = [
         inputs.token_ids,
         inputs.positions,
         attention.query_start,
@@ -171,3 +191,4 @@ def _tensors(inputs: StepInputs) -> list[Tensor]:
         attention.block_tables,
         attention.slot_mapping,
     ]
+    return tensors if inputs.adapter_slots is None else [*tensors, inputs.adapter_slots]

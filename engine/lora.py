@@ -1,4 +1,4 @@
-"""LoRA adapters in the engine: which are in memory, who holds them, and which rows of a step they belong to.
+"""LoRA adapters in the engine: which are in memory, in which slots of the device, and who holds them.
 
     acquire ──► in memory? ── yes ──► held by the request until it ends
                    │ no
@@ -11,21 +11,16 @@ adapter before this one has a slot, so that one comes free: nobody waits for eve
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from torch import Tensor
-
-from engine.device import Device
 from engine.errors import RequestError
-from engine.models.adapters import Projection
-from engine.plan import PlanRow
+from engine.models.adapters import Place
 from engine.request import Request
-from kernels.lora import PackedLowRank, Segment, lora_add
+from kernels.lora import StagedFactors
 
 # Reading a file and copying it to the device; more would only compete for the disk and the memory.
 _LOADING_THREADS = 2
@@ -44,19 +39,27 @@ class FileStamp(NamedTuple):
         return cls(path, status.st_mtime_ns, status.st_size)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LoraAdapter:
-    """An adapter on the device.
+class LoadedAdapter(NamedTuple):
+    """An adapter that was read, and is not in a slot yet.
 
     Attributes:
         revision: A digest of the files' contents, 16 bytes: KV blocks are shared only within one revision.
         files: Where it was read from.
-        weights: By layer and projection, for those that the adapter changes.
+        factors: Of the projections that it changes, staged for the device.
     """
 
     revision: bytes
     files: tuple[FileStamp, ...]
-    weights: Mapping[tuple[int, Projection], PackedLowRank]
+    factors: Mapping[Place, StagedFactors]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraAdapter:
+    """An adapter in memory: its factors are in a slot of `engine.adapter_slots.AdapterSlots`. See `LoadedAdapter`."""
+
+    revision: bytes
+    files: tuple[FileStamp, ...]
+    slot: int
 
     @property
     def up_to_date(self) -> bool:
@@ -70,21 +73,31 @@ class LoraAdapter:
 class _Load(NamedTuple):
     """An adapter on its way into memory, and the requests that were seen to wait for it."""
 
-    adapter: Future[LoraAdapter]
+    adapter: Future[LoadedAdapter]
     requests: set[Request]
 
 
 class LoraCache:
     """The adapters in memory, at most `max_loras`, loading ones included. Called from the loop's thread only.
 
-    `load` reads an adapter by its name, in a thread, and raises `RequestError`. At most `max_overtakes` requests take
+    `load` reads an adapter by its name, in a thread, and raises `RequestError`. `put` puts factors in a slot, numbered
+    from 0, after all steps that were launched by then and before all others. At most `max_overtakes` requests take
     hold of an adapter, or begin to wait for its load, while another waits for a slot.
     """
 
-    def __init__(self, load: Callable[[str], LoraAdapter], *, max_loras: int, max_overtakes: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[str], LoadedAdapter],
+        put: Callable[[int, Mapping[Place, StagedFactors]], None],
+        *,
+        max_loras: int,
+        max_overtakes: int,
+    ) -> None:
         self._load = load
+        self._put = put
         self._max_loras = max_loras
         self._max_overtakes = max_overtakes
+        self._free_slots = list(reversed(range(max_loras)))
         self._resident: OrderedDict[str, LoraAdapter] = OrderedDict()  # the least recently used first
         self._holders: Counter[str] = Counter()
         self._loading: dict[str, _Load] = {}
@@ -137,11 +150,13 @@ class LoraCache:
         for name in [name for name, load in self._loading.items() if load.adapter.done()]:
             load = self._loading.pop(name)
             try:
-                adapter = load.adapter.result()
+                loaded = load.adapter.result()
             except RequestError as error:
                 failed += [(request, error) for request in load.requests]
                 continue
             self.num_loads += 1
+            adapter = LoraAdapter(loaded.revision, loaded.files, self._free_slots.pop())
+            self._put(adapter.slot, loaded.factors)
             self._resident[name] = adapter
             # At once, lest it be evicted for another before they come to use it, and the two evict each other for ever.
             for request in load.requests:
@@ -159,6 +174,9 @@ class LoraCache:
             raise RuntimeError("adapter cache: the holders are not the requests that have an adapter")
         if not set(held) <= set(self._resident) or len(self._resident) + len(self._loading) > self._max_loras:
             raise RuntimeError("adapter cache: an adapter that is held is not in memory, or there are too many")
+        slots = [*self._free_slots, *(adapter.slot for adapter in self._resident.values())]
+        if sorted(slots) != list(range(self._max_loras)):
+            raise RuntimeError("adapter cache: a slot is neither free nor of one adapter")
 
     def _must_let_pass(self, request: Request) -> bool:
         other = self._waiting_for_slot
@@ -192,52 +210,6 @@ class LoraCache:
         return True
 
     def _evict(self, name: str) -> None:
-        del self._resident[name]
+        self._free_slots.append(self._resident.pop(name).slot)
         del self._holders[name]
         self.num_evictions += 1
-
-
-class _Group(NamedTuple):
-    """Entries `start` to `stop` of a step's rows with an adapter: those of one."""
-
-    adapter: LoraAdapter
-    start: int
-    stop: int
-
-
-class StepAdapters:
-    """The adapters of one step, as the decoder calls them. `rows` and `groups` are as in `kernels.lora.lora_add`."""
-
-    def __init__(self, groups: Sequence[_Group], rows: Tensor | None) -> None:
-        self._groups = groups
-        self._rows = rows
-
-    def add(self, layer: int, projection: Projection, x: Tensor, y: Tensor) -> None:
-        segments = [
-            Segment(start, stop, weights)
-            for adapter, start, stop in self._groups
-            if (weights := adapter.weights.get((layer, projection))) is not None
-        ]
-        if segments:
-            lora_add(x, y, self._rows, segments)
-
-
-def step_adapters(plan_rows: Sequence[PlanRow], device: Device) -> StepAdapters | None:
-    """Sort the tokens of a plan by adapter; None if none of its rows has one."""
-    tokens: dict[LoraAdapter, list[np.ndarray]] = {}
-    num_tokens = 0
-    for row in plan_rows:
-        if (adapter := row.sequence.request.adapter) is not None:
-            tokens.setdefault(adapter, []).append(np.arange(num_tokens, num_tokens + row.num_tokens))
-        num_tokens += row.num_tokens
-    if not tokens:
-        return None
-    groups, start = [], 0
-    for adapter, ranges in tokens.items():
-        stop = start + sum(map(len, ranges))
-        groups.append(_Group(adapter, start, stop))
-        start = stop
-    if len(groups) == 1 and start == num_tokens:
-        return StepAdapters(groups, None)
-    (rows,) = device.upload(np.concatenate([positions for ranges in tokens.values() for positions in ranges]))
-    return StepAdapters(groups, rows)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.adapter_slots import AdapterSlots, StepAdapters
 from engine.batch import SamplingBatch, StepArrays, StepInputs, lay_out, sampling_batch
 from engine.device import Device, Download
 from engine.errors import OutOfMemory
 from engine.graphs import DecodeGraphs
-from engine.lora import step_adapters
 from engine.models.adapters import Adapters
 from engine.plan import BlockMove, MoveKind, PlanRow, Sampled, StepOutput, StepPlan
 from engine.pooling.rows import sum_tokens, wanted_places
@@ -79,11 +79,18 @@ class StepInFlight:
 class Runner:
     """Runs plans of a scheduler whose blocks are those of `kv`, and those of `host` if it swaps.
 
-    With `graphs`, steps in which every row computes one token are replayed from them, as far as they go.
+    With `graphs`, steps in which every row computes one token are replayed from them, as far as they go. `adapters` are
+    the slots of the adapters that rows have.
     """
 
     def __init__(
-        self, model: Model, kv: KVCache, device: Device, host: KVCache | None = None, graphs: DecodeGraphs | None = None
+        self,
+        model: Model,
+        kv: KVCache,
+        device: Device,
+        host: KVCache | None = None,
+        graphs: DecodeGraphs | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -93,6 +100,7 @@ class Runner:
         self._device = device
         self._grammar_masks = GrammarMasks(device)
         self._graphs = graphs
+        self._adapters = adapters
 
     def move_blocks(self, moves: Iterable[BlockMove]) -> None:
         """Carry out a plan's moves, in their order. Nothing is allocated, so that they never run out of memory."""
@@ -133,8 +141,7 @@ class Runner:
     def _launch(self, plan: StepPlan, previous: StepInFlight | None) -> StepInFlight:
         step = StepInFlight(plan)
         arrays = lay_out(plan, self._kv.block_size, _first_draws(previous) if previous else {})
-        adapters = step_adapters(plan.rows, self._device)
-        graph = self._graphs.fitting(arrays) if self._graphs and adapters is None else None
+        graph = self._graphs.fitting(arrays) if self._graphs else None
         inputs, (states, awaited, draws) = self._upload(graph.pad(arrays) if graph else arrays)
 
         @torch.inference_mode()
@@ -146,6 +153,7 @@ class Runner:
             if graph:
                 hidden = graph.replay(inputs)[: plan.num_tokens]
             else:
+                adapters = self._adapters_of(inputs)
                 hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.attention, self._kv, adapters)
             step.states = hidden[states]
             tensors = [hidden.isfinite().all(dim=-1)]
@@ -159,6 +167,7 @@ class Runner:
 
     def _upload(self, arrays: StepArrays) -> tuple[StepInputs, list[Tensor]]:
         """Bring a step to the device in one transfer: what the decoder takes, and the lists of places."""
+        slots = () if arrays.adapter_slots is None else (arrays.adapter_slots,)
         token_ids, positions, query_start, seq_lens, block_tables, slot_mapping, *places = self._device.upload(
             arrays.token_ids,
             arrays.positions,
@@ -169,6 +178,7 @@ class Runner:
             arrays.logits_rows,
             arrays.awaited,
             arrays.draws,
+            *slots,
         )
         attention = AttentionBatch(
             query_start,
@@ -179,7 +189,14 @@ class Runner:
             arrays.context_lens,
             host_block_tables=arrays.block_tables,
         )
-        return StepInputs(token_ids, positions, attention), places
+        adapter_slots = places.pop() if slots else None
+        return StepInputs(token_ids, positions, attention, adapter_slots), places
+
+    def _adapters_of(self, inputs: StepInputs) -> StepAdapters | None:
+        if inputs.adapter_slots is None:
+            return None
+        assert self._adapters is not None
+        return self._adapters.of_step(inputs.adapter_slots)
 
     def _sample(self, step: StepInFlight) -> None:
         step.rows = {

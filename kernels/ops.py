@@ -28,6 +28,7 @@ from kernels.linear import (
     gate_up_packer,
     packers,
 )
+from kernels.lora import LoraKernels, packed_lora
 from kernels.reference import Expert, QueryKeyNorms
 from kernels.reference_blocks import StagedBlocks
 from kernels.reference_quantized import Float8Weight, Int4Weight
@@ -179,6 +180,7 @@ class Kernels(NamedTuple):
     clamped_swiglu: _ClampedSwiglu
     mixture_of_experts: _MixtureOfExperts
     stack_experts: StackExperts | None  # None: each is packed by itself, as linears are
+    lora: LoraKernels
     write_kv: _WriteKV
     write_qkv: _WriteQkv
     plan_attention: _PlanAttention
@@ -210,6 +212,7 @@ _TORCH = Kernels(
     clamped_swiglu=reference.clamped_swiglu,
     mixture_of_experts=torch_moe.mixture_of_experts,
     stack_experts=None,
+    lora=packed_lora(linear.plain_linear),
     write_kv=reference.write_kv,
     write_qkv=reference.write_qkv,
     plan_attention=torch_attention.plan_attention,
@@ -230,6 +233,7 @@ _TORCH = Kernels(
 def _of_cpu() -> Kernels:
     kernels = _TORCH._replace(
         pack_linear=linear.onednn_linear,
+        lora=packed_lora(linear.onednn_linear),
         pack_gate_up=gate_up_packer(linear.onednn_linear),
         gumbel_argmax=gumbel_cpu.gumbel_argmax,
     )
@@ -249,6 +253,7 @@ def _of_cpu() -> Kernels:
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
         pack_linear=compiled_linear.packed_linear,
+        lora=packed_lora(compiled_linear.packed_linear),
         pack_gate_up=compiled_linear.packed_gate_up,
         int8=Packers(compiled_int8.int8_linear, compiled_int8.int8_gate_up),
         largest=sampling.largest,

@@ -9,8 +9,9 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +25,11 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from engine.errors import RequestError
-from engine.lora import FileStamp, LoraAdapter
-from engine.models.adapters import Projection
+from engine.lora import FileStamp, LoadedAdapter
+from engine.models.adapters import Place, Projection
 from engine.models.config import ModelConfig
 from engine.models.families import FAMILIES, linear_parts
-from kernels.lora import LowRank, pack_low_rank
-from kernels.ops import kernels_for
+from kernels.lora import LoraShape, LowRank, StagedFactors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -84,24 +84,37 @@ def adapter_targets(config: ModelConfig) -> dict[str, AdapterTarget]:
     }
 
 
+def adapter_shapes(targets: Mapping[str, AdapterTarget]) -> dict[Place, LoraShape]:
+    """Return the projections to which these belong, each cut into slices wherever one of them ends."""
+    ends: defaultdict[Place, set[int]] = defaultdict(set)
+    in_features = {}
+    for target in targets.values():
+        place = target.layer, target.projection
+        ends[place].add(target.stop)
+        in_features[place] = target.in_features
+    return {
+        place: LoraShape(in_features[place], tuple(stop - start for start, stop in pairwise([0, *sorted(stops)])))
+        for place, stops in ends.items()
+    }
+
+
 class PeftLoader:
-    """Reads adapters of one base model, in its dtype and onto its device."""
+    """Reads adapters of one base model, in its dtype; `stage` prepares the factors of a projection for its device."""
 
     def __init__(
-        self, targets: Mapping[str, AdapterTarget], *, max_rank: int, dtype: torch.dtype, device: torch.device
+        self,
+        targets: Mapping[str, AdapterTarget],
+        stage: Callable[[Sequence[LowRank]], StagedFactors],
+        *,
+        max_rank: int,
+        dtype: torch.dtype,
     ) -> None:
         self._targets = targets
+        self._stage = stage
         self._max_rank = max_rank
         self._dtype = dtype
-        self._device = device
 
-    @property
-    def max_adapter_bytes(self) -> int:
-        """The memory of an adapter of the highest rank for every layer."""
-        sizes = (target.in_features + target.stop - target.start for target in self._targets.values())
-        return self._max_rank * sum(sizes) * self._dtype.itemsize
-
-    def load(self, name: str) -> LoraAdapter:
+    def load(self, name: str) -> LoadedAdapter:
         """Load the adapter in a folder, or of a hub id with an optional `@revision`.
 
         Raises `RequestError` with field `lora`: code `lora_not_found` if there is none of that name, `invalid_lora`
@@ -118,21 +131,18 @@ class PeftLoader:
                 hint="Lower max_loras, or the size of the KV pool.",
             ) from error
 
-    def _load(self, folder: Path) -> LoraAdapter:
+    def _load(self, folder: Path) -> LoadedAdapter:
         config_path, weights_path = folder / CONFIG_FILE, folder / WEIGHTS_FILE
         config_stamp, config_bytes = _read(config_path)
         weights_stamp, weights_bytes = _read(weights_path)
         config = _PeftConfig(_parse(config_bytes, config_path), config_path)
         pairs = self._pairs(_tensors(weights_bytes, weights_path), config, weights_path)
-        pack_linear = kernels_for(self._device).pack_linear
-        weights = {place: pack_low_rank(parts, pack_linear) for place, parts in pairs.items()}
+        factors = {place: self._stage(parts) for place, parts in pairs.items()}
         digest = blake2b(config_bytes, digest_size=16).digest()
         revision = blake2b(weights_bytes, key=digest, digest_size=16).digest()
-        return LoraAdapter(revision, (config_stamp, weights_stamp), weights)
+        return LoadedAdapter(revision, (config_stamp, weights_stamp), factors)
 
-    def _pairs(
-        self, tensors: Mapping[str, Tensor], config: "_PeftConfig", path: Path
-    ) -> dict[tuple[int, Projection], list[LowRank]]:
+    def _pairs(self, tensors: Mapping[str, Tensor], config: "_PeftConfig", path: Path) -> dict[Place, list[LowRank]]:
         factors: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in tensors.items():
             match = _FACTOR.fullmatch(name)
@@ -141,7 +151,7 @@ class PeftLoader:
             factors[match["module"]][match["factor"]] = tensor
         if not factors:
             raise _invalid(f"{path} holds no tensors.")
-        pairs: defaultdict[tuple[int, Projection], list[LowRank]] = defaultdict(list)
+        pairs: defaultdict[Place, list[LowRank]] = defaultdict(list)
         for module, pair in factors.items():
             target = self._targets.get(module)
             if target is None:
@@ -174,8 +184,8 @@ class PeftLoader:
             if not pair[factor].is_floating_point():
                 raise _invalid(f"{path}: lora_{factor} of {module} is {pair[factor].dtype}, not floating point.")
         return LowRank(
-            pair["A"].to(self._device, self._dtype),
-            (pair["B"].float() * scaling).to(self._device, self._dtype),
+            pair["A"].to(self._dtype),
+            (pair["B"].float() * scaling).to(self._dtype),
             target.start,
             target.stop,
         )

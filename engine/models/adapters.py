@@ -9,6 +9,9 @@ from kernels.ops import Linear
 Projection = Literal["qkv", "attention_out", "gate_up", "down"]
 """The fused products of a layer, in the order in which a layer computes them."""
 
+Place = tuple[int, Projection]
+"""A projection of a layer of the decoder."""
+
 
 class Adapters(Protocol):
     """The adapters of one step: which rows of the batch have which is known to the object, not to the decoder."""

@@ -6,7 +6,7 @@ from kernels import int8, linear
 from kernels.experts import stack_experts
 from kernels.linear import ActivateAndMul, Activation, gate_up_packer, packers
 from kernels.ops import BlockMoves, GraphPlans, Kernels
-from kernels.triton import activations, attention, blocks, experts, fp8, kv, norms, sampling, tiles, w4a16
+from kernels.triton import activations, attention, blocks, experts, fp8, kv, lora, norms, sampling, tiles, w4a16
 
 _ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
     "silu": activations.silu_and_mul,
@@ -36,6 +36,7 @@ def cuda_kernels(rest: Kernels, capability: tuple[int, int]) -> Kernels:
         clamped_swiglu=activations.clamped_swiglu,
         mixture_of_experts=experts.mixture_of_experts,
         stack_experts=stack_experts,
+        lora=lora.STACKED_LORA,
         write_kv=kv.write_kv,
         write_qkv=kv.write_qkv,
         plan_attention=attention.plan_attention,

@@ -1,95 +1,33 @@
 """Low-rank adapters for a batch whose rows have different ones, or none: each projection is two launches.
 
-The adapters in memory lie in slots, their ranks padded with zeros to the largest. Rows are sorted by slot on the
-device, once a step; a tile of rows finds its slot there, and where no row has an adapter every program ends at once: a
-captured graph serves any step. `shrink` cuts the inputs into splits of a fixed length, since a rank gives few programs,
+The adapters in memory lie in the slots of `kernels.stacked_lora`. Rows are sorted by slot on the device, once a step; a
+tile of rows finds its slot there, and where no row has an adapter every program ends at once: a captured graph serves
+any step. `shrink` cuts the inputs into splits of a fixed length, since a rank gives few programs,
 and `expand` sums those in their order: a row's bits do not depend on the rows beside it. As in Punica (arXiv
 2310.18547).
 """
-
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.lora import LowRank
+from kernels.lora import LoraKernels
+from kernels.stacked_lora import (
+    MAX_RANK,
+    MAX_SLICES,
+    AdapterRows,
+    StackedLowRank,
+    empty_low_rank,
+    pin_factors,
+    sort_by_slot,
+)
 from kernels.triton.groups import max_tiles, rows_of_tile
 from kernels.triton.launch import Specialisation, launch_for
 
-MAX_SLICES = 3
-"""Parts of a projection with factors of their own: query, key and value."""
-MAX_RANK = 256
 _SPLIT_LENGTH = 1024
-_SMALLEST_RANK = 16
 # Ranks up to these have rows of their own in the launch table.
 _RANKS = (64, MAX_RANK)
-
-
-class AdapterRows(NamedTuple):
-    """A step's rows by the slot of their adapter.
-
-    rows `[num_tokens]` int64: first those without an adapter, and those of slot s from `offsets[s]` to
-    `offsets[s + 1]`. offsets `[num_slots + 1]` int32.
-    """
-
-    rows: Tensor
-    offsets: Tensor
-
-
-def sort_by_slot(slots: Tensor, num_slots: int) -> AdapterRows:
-    """Sort the rows of a step by their adapter's slot, `[num_tokens]` integers, -1 for none; the order is stable."""
-    by_slot, rows = slots.sort(stable=True)
-    bounds = torch.arange(num_slots + 1, device=slots.device, dtype=slots.dtype)
-    return AdapterRows(rows, torch.searchsorted(by_slot, bounds, out_int32=True))
-
-
-class StackedLowRank(NamedTuple):
-    """The factors of all adapters in memory for one projection, which consists of up to `MAX_SLICES` slices.
-
-    a `[num_slots, num_slices, rank, in_features]`, b `[num_slots, out_features, rank]`, sizes the outputs of each
-    slice. rank is a power of two from 16 to `MAX_RANK`; what an adapter lacks is zero.
-    """
-
-    a: Tensor
-    b: Tensor
-    sizes: tuple[int, ...]
-
-    @property
-    def rank(self) -> int:
-        return self.b.shape[2]
-
-    def put(self, slot: int, pairs: Sequence[LowRank]) -> None:
-        """Write an adapter to a slot, in place of what was there; it may have factors for some of the slices only.
-
-        Raises `ValueError` for a pair whose columns are no slice, or whose rank is too large.
-        """
-        places = {columns: index for index, columns in enumerate(pairwise(accumulate(self.sizes, initial=0)))}
-        for pair in pairs:
-            if (pair.start, pair.stop) not in places or len(pair.a) > self.rank:
-                raise ValueError(
-                    f"An adapter of rank {len(pair.a)} for outputs {pair.start} to {pair.stop} has no place among"
-                    f" slices of {self.sizes} outputs and rank {self.rank}."
-                )
-        self.a[slot].zero_()
-        self.b[slot].zero_()
-        for pair in pairs:
-            self.a[slot, places[pair.start, pair.stop], : len(pair.a)] = pair.a
-            self.b[slot, pair.start : pair.stop, : len(pair.a)] = pair.b
-
-
-def empty_low_rank(
-    num_slots: int, max_rank: int, in_features: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> StackedLowRank:
-    """Return slots without adapters. Raises `ValueError` for more than `MAX_SLICES` slices or above `MAX_RANK`."""
-    if len(sizes) > MAX_SLICES or max_rank > MAX_RANK:
-        raise ValueError(f"Adapters have up to {MAX_SLICES} slices and rank {MAX_RANK}, not {sizes} and {max_rank}.")
-    rank = max(_SMALLEST_RANK, triton.next_power_of_2(max_rank))
-    a = torch.zeros((num_slots, len(sizes), rank, in_features), dtype=dtype, device=device)
-    return StackedLowRank(a, a.new_zeros((num_slots, sum(sizes), rank)), tuple(sizes))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots", "num_slices"])
@@ -235,6 +173,9 @@ def lora_add(x: Tensor, y: Tensor, by_slot: AdapterRows, adapters: StackedLowRan
         RANK=rank,
         **launch.options,
     )
+
+
+STACKED_LORA = LoraKernels(empty_low_rank, pin_factors, sort_by_slot, lora_add)
 
 
 def _row_of_launches(kernel: str, rank: int, dtype: torch.dtype) -> str:

@@ -5,26 +5,36 @@ import threading
 from collections import Counter
 
 import pytest
+import torch
 
+from engine.adapter_slots import AdapterSlots
+from engine.device import CpuDevice
 from engine.errors import RequestError
-from engine.lora import FileStamp, LoraAdapter, LoraCache
+from engine.lora import FileStamp, LoadedAdapter, LoraCache
 from engine.messages import NewRequest
 from engine.sampling.params import SamplingParams
+from kernels.linear import plain_linear
+from kernels.lora import packed_lora
 from tests.engine.toy import answer, request, toy_core, toy_limits, toy_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 def adapter_of(name, *, files=()):
-    return LoraAdapter(name.encode(), files, {})
+    return LoadedAdapter(name.encode(), files, {"name": name})
 
 
 class WatchingRunner:
     """Runs steps, and notes the adapters of each."""
 
     def __init__(self, limits):
-        self._runner = toy_runner(limits)
+        slots = AdapterSlots({}, packed_lora(plain_linear), CpuDevice(), num_slots=8, max_rank=1, dtype=torch.float32)
+        self._runner = toy_runner(limits, adapters=slots)
         self.steps = []
+        self.slots = {}
+
+    def put(self, slot, factors):
+        self.slots[slot] = factors["name"]
 
     def move_blocks(self, moves):
         self._runner.move_blocks(moves)
@@ -33,6 +43,7 @@ class WatchingRunner:
         adapters = {row.sequence.request.lora: row.sequence.request.adapter for row in plan.rows}
         for name, adapter in adapters.items():
             assert (adapter and adapter.revision.decode()) == name, "a row runs without its adapter"
+            assert adapter is None or self.slots[adapter.slot] == name, "its slot holds another"
         self.steps.append(set(adapters) - {None})
         return self._runner.execute(plan)
 
@@ -42,8 +53,8 @@ class Engine:
 
     def __init__(self, load=adapter_of, *, max_loras=2, max_overtakes=100, **limits):
         limits = toy_limits(**limits)
-        self.cache = LoraCache(load, max_loras=max_loras, max_overtakes=max_overtakes)
         self.runner = WatchingRunner(limits)
+        self.cache = LoraCache(load, self.runner.put, max_loras=max_loras, max_overtakes=max_overtakes)
         self.core = toy_core(limits, runner=self.runner, adapters=self.cache)
         self.outputs = {}
 
@@ -271,9 +282,9 @@ def test_a_changed_file_is_read_again_once_nobody_holds_the_adapter(tmp_path):
 
     def load(name):
         stamp = FileStamp.of(file)
-        return LoraAdapter(file.read_bytes(), (stamp,), {})
+        return LoadedAdapter(file.read_bytes(), (stamp,), {})
 
-    cache = LoraCache(load, max_loras=1, max_overtakes=0)
+    cache = LoraCache(load, lambda slot, factors: None, max_loras=1, max_overtakes=0)
 
     def acquire(made):
         if not cache.acquire(made):

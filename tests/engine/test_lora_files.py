@@ -4,9 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.adapter_slots import AdapterSlots
+from engine.device import CpuDevice
 from engine.errors import RequestError
 from engine.loader import load
-from engine.loader.peft import PeftLoader, adapter_targets
+from engine.loader.peft import PeftLoader, adapter_shapes, adapter_targets
+from kernels.lora import LoraShape
+from kernels.ops import kernels_for
 from tests.engine.lora_fixture import edit, write_adapter
 from tests.engine.models_fixture import tiny_llama
 
@@ -22,7 +26,7 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loader(base):
     config = load(str(base), dtype=torch.float32, device=CPU).decoder.config
-    return PeftLoader(adapter_targets(config), max_rank=8, dtype=torch.float32, device=CPU)
+    return PeftLoader(adapter_targets(config), tuple, max_rank=8, dtype=torch.float32)
 
 
 @pytest.fixture
@@ -46,7 +50,7 @@ def change_tensors(adapter, change):
 
 def test_the_tensors_and_not_target_modules_say_what_is_adapted(loader, adapter):
     edit(adapter, target_modules=["q_proj"])
-    assert {projection for _, projection in loader.load(str(adapter)).weights} == {
+    assert {projection for _, projection in loader.load(str(adapter)).factors} == {
         "qkv",
         "attention_out",
         "gate_up",
@@ -64,7 +68,7 @@ def test_the_revision_is_the_contents_and_not_the_place(loader, adapter, base, t
 
 def test_a_home_folder_is_expanded(loader, adapter, monkeypatch):
     monkeypatch.setenv("HOME", str(adapter.parent))
-    assert loader.load("~/adapter").weights
+    assert loader.load("~/adapter").factors
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_tensors_that_do_not_fit_are_refused_by_their_name(loader, adapter, chan
 
 
 def test_a_rank_above_the_limit_is_refused(loader, base, tmp_path):
-    assert loader.load(str(write_adapter(tmp_path / "highest", base, seed=0, r=8))).weights
+    assert loader.load(str(write_adapter(tmp_path / "highest", base, seed=0, r=8))).factors
     code, message = refusal(loader, write_adapter(tmp_path / "above", base, seed=0, r=9))
     assert code == "invalid_lora"
     assert "max_lora_rank (8)" in message
@@ -205,8 +209,8 @@ def test_a_hub_id_is_fetched_at_its_revision(loader, adapter, monkeypatch):
         return str(adapter)
 
     monkeypatch.setattr("engine.loader.peft.snapshot_download", download)
-    assert loader.load("someone/adapter").weights
-    assert loader.load("someone/adapter@v2").weights
+    assert loader.load("someone/adapter").factors
+    assert loader.load("someone/adapter@v2").factors
     files = ["adapter_config.json", "adapter_model.safetensors"]
     assert asked == [("someone/adapter", None, files), ("someone/adapter", "v2", files)]
 
@@ -221,7 +225,23 @@ def test_a_hub_id_that_cannot_be_fetched_is_not_found(loader, monkeypatch):
     assert "no network" in message
 
 
-def test_the_memory_of_the_largest_adapter_is_known_beforehand(loader, base, tmp_path):
-    path = write_adapter(tmp_path, base, seed=0, r=8)
-    tensors = load_file(path / "adapter_model.safetensors")
-    assert loader.max_adapter_bytes == sum(tensor.numel() * 4 for tensor in tensors.values())
+def test_the_memory_of_the_largest_adapter_is_known_beforehand(base, tmp_path):
+    config = load(str(base), dtype=torch.float32, device=CPU).decoder.config
+    slots = AdapterSlots(
+        adapter_shapes(adapter_targets(config)),
+        kernels_for(CPU).lora,
+        CpuDevice(),
+        num_slots=3,
+        max_rank=8,
+        dtype=torch.float32,
+    )
+    tensors = load_file(write_adapter(tmp_path, base, seed=0, r=8) / "adapter_model.safetensors")
+    assert slots.bytes_to_come == 3 * sum(tensor.numel() * 4 for tensor in tensors.values())
+
+
+def test_slices_of_a_projection_are_the_linears_of_the_checkpoint(base):
+    shapes = adapter_shapes(adapter_targets(load(str(base), dtype=torch.float32, device=CPU).decoder.config))
+    assert shapes[1, "qkv"] == LoraShape(64, (64, 32, 32))
+    assert shapes[0, "gate_up"] == LoraShape(64, (96, 96))
+    assert (shapes[0, "attention_out"], shapes[0, "down"]) == (LoraShape(64, (64,)), LoraShape(96, (64,)))
+    assert len(shapes) == 8

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from engine.adapter_slots import AdapterSlots
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.device import CpuDevice, Device
@@ -156,7 +157,14 @@ def toy_limits(**options) -> SchedulerConfig:
     )
 
 
-def toy_runner(limits: SchedulerConfig, model=None, device: Device | None = None, *, graphs: bool = False) -> Runner:
+def toy_runner(
+    limits: SchedulerConfig,
+    model=None,
+    device: Device | None = None,
+    *,
+    graphs: bool = False,
+    adapters: AdapterSlots | None = None,
+) -> Runner:
     model, device = model or ToyModel(), device or CpuDevice()
     kv, host = (
         allocate_kv_cache(1, num_blocks, limits.block_size, 1, 2, torch.float32, device.place)
@@ -165,8 +173,8 @@ def toy_runner(limits: SchedulerConfig, model=None, device: Device | None = None
     captured = None
     if graphs:
         sizes = graph_sizes(limits.max_num_seqs)
-        captured = DecodeGraphs(model, kv, device, sizes=sizes, max_model_len=limits.max_model_len)
-    return Runner(model, kv, device, host, captured)
+        captured = DecodeGraphs(model, kv, device, adapters, sizes=sizes, max_model_len=limits.max_model_len)
+    return Runner(model, kv, device, host, captured, adapters)
 
 
 def run_step(scheduler: Scheduler, runner: Runner, token_budget: int | None = None) -> list[Request]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kernels import reference, reference_quantized
 from kernels.experts import StackedExperts
-from kernels.lora import LowRank
+from kernels.lora import LoraShape, LowRank
 from kernels.reference_quantized import Int4Weight
+from kernels.stacked_lora import empty_low_rank, sort_by_slot
 from kernels.triton import experts, fp8, lora, w4a16
 from tests.gpu.cases import Setting, close
 from tests.gpu.numbers import ULP, Check, randn, wants_float8
@@ -108,7 +109,7 @@ def _check_float8(setting: Setting, shape: Product) -> None:
 def _check_lora(setting: Setting, rows: int, inputs: int, sizes: tuple[int, ...], rank: int) -> None:
     num_slots = 3
     slots = (torch.randint(0, num_slots + 1, (rows,)) - 1).to(setting.device)
-    stacked = lora.empty_low_rank(num_slots, rank, inputs, sizes, setting.dtype, setting.device)
+    stacked = empty_low_rank(num_slots, rank, LoraShape(inputs, sizes), setting.dtype, setting.device)
     x, y = randn(setting, rows, inputs), randn(setting, rows, sum(sizes))
     wanted = y.clone()
     for slot in range(num_slots):
@@ -120,7 +121,7 @@ def _check_lora(setting: Setting, rows: int, inputs: int, sizes: tuple[int, ...]
             reference.lora_add(x, wanted, of_slot, a, b, slice(start, start + size))
             start += size
         stacked.put(slot, pairs)
-    lora.lora_add(x, y, lora.sort_by_slot(slots, num_slots), stacked)
+    lora.lora_add(x, y, sort_by_slot(slots, num_slots), stacked)
     # The middle, the product and the sum are rounded.
     close(y, wanted, 4 * ULP[y.dtype], 4 * ULP[y.dtype])
 
