@@ -14,10 +14,12 @@ from engine.loader.gguf_config import read_gguf_config
 from engine.loader.gguf_file import GgufFile
 from engine.loader.hf_config import read_hf_config
 from engine.loader.locate import locate_model
+from engine.loader.peft import adapter_shapes, adapter_targets
 from engine.loader.sources import SafetensorsSource, TensorSource
 from engine.memory import DEFAULT_GPU_UTILIZATION, kv_cache_dtype, size_kv_pool
 from engine.models.config import ModelConfig
 from kernels.ops import kv_bytes_per_token
+from kernels.stacked_lora import padded_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
     check_device(config, "cpu" if gpu_memory is None else "cuda")
     max_num_seqs = config.max_num_seqs or (CPU_BUDGETS if gpu_memory is None else CUDA_BUDGETS)[0]
     longest = config.max_model_len or model.max_position_embeddings
-    tokens = _pool_tokens(config, gpu_memory, weights, per_token, longest, max_num_seqs)
+    taken = weights + _adapter_bytes(config, model, dtype, stacked=gpu_memory is not None)
+    tokens = _pool_tokens(config, gpu_memory, taken, per_token, longest, max_num_seqs)
     return Capacity(tokens, max_num_seqs, min(longest, tokens), config.block_size, weights, per_token)
 
 
@@ -84,11 +87,20 @@ def _elements(source: TensorSource) -> int:
     return sum(size * (2 if name.endswith("_blocks") else not name.endswith("_scales")) for name, size in sizes.items())
 
 
+def _adapter_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, *, stacked: bool) -> int:
+    """Of as many adapters as may be in memory, each of the highest rank, or what that is padded to in stacks."""
+    if not config.max_loras:
+        return 0
+    elements = sum(shape.elements_per_rank for shape in adapter_shapes(adapter_targets(model)).values())
+    rank = padded_rank(config.max_lora_rank) if stacked else config.max_lora_rank
+    return config.max_loras * rank * elements * dtype.itemsize
+
+
 def _pool_tokens(
-    config: EngineConfig, gpu_memory: int | None, weights: int, per_token: int, longest: int, max_num_seqs: int
+    config: EngineConfig, gpu_memory: int | None, taken: int, per_token: int, longest: int, max_num_seqs: int
 ) -> int:
     if gpu_memory is not None:
-        available = int((config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION) * gpu_memory) - weights
+        available = int((config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION) * gpu_memory) - taken
         if available <= 0:
             return 0
         config = replace(config, kv_cache_memory=available)
@@ -99,7 +111,7 @@ def _pool_tokens(
             bytes_per_token=per_token,
             tokens_per_request=longest,
             max_num_seqs=max_num_seqs,
-            reserved_bytes=weights,
+            reserved_bytes=taken,
             run_full_step=lambda: None,
         )
     except ConfigError:

@@ -79,4 +79,4 @@ def test_a_slot_holds_what_was_put_there_last():
     assert torch.equal(y, before)
     held.put(1, KERNELS.stage(factors, CPU))
     KERNELS.add(x, y, rows, held)
-    assert not torch.equal(y[:2], before[:2])
+    assert (y != before).any(dim=1).tolist() == [True, True, False]
