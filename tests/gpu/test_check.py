@@ -13,7 +13,9 @@ from transformers import LlamaConfig
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels.triton import launch
-from tests.gpu import check, engine_speed, kernel_cases, kernel_speed
+from tests.engine.kernel_tables import kernels_replaced
+from tests.gpu import check, engine_speed, kernel_cases, kernel_speed, path_cases
+from tests.gpu.answers import answers, check_by_engine, engine, greedy, prompts, saved_model
 from tests.gpu.cases import Found, LeftOut, Outcome, Setting, attempt
 from tests.gpu.report import LONGEST_TABLE, table
 from tests.kernels.triton import ptx
@@ -107,6 +109,32 @@ def test_a_broken_kernel_is_reported_and_the_others_are_checked(checkout):
 
 def test_every_kernel_has_a_case(setting):
     assert [case.name for case in kernel_cases.cases(setting) if case.run is kernel_cases._missing] == []
+
+
+def test_what_no_cpu_runs_is_right_where_both_sides_are_the_definition(monkeypatch, setting):
+    """So that on a card it is the kernels that are wrong, and not the cases."""
+    monkeypatch.setattr(Setting, "interpreted", False)
+    monkeypatch.setattr("engine.build.check_device", lambda config, device_type: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    entries = path_cases.CACHE_BY_DEFINITION | path_cases.WEIGHTS_BY_DEFINITION
+    with kernels_replaced(CPU, **entries):
+        for case in path_cases.path_cases(setting):
+            if case.name.startswith(("cache", "weights")):
+                outcome = attempt("engine", case, setting)
+                assert outcome.status == "ok", (case.name, outcome.detail)
+
+
+def test_an_answer_that_is_not_the_definitions_is_an_error(setting):
+    _, folder = saved_model(setting, "llama")
+    asked = prompts()[:2]
+    with engine(setting, folder) as llm:
+        right = answers(llm.generate(asked, greedy(5)))
+        assert check_by_engine(llm, asked, right, length=5, tie=1e-4) == Found()
+        wrong = [[(*answer[:3], answer[3] ^ 1, answer[4])] for (answer,) in right]
+        with pytest.raises(AssertionError, match="prompt of 70, token 3: after"):
+            check_by_engine(llm, asked, wrong, length=5, tie=1e-4)
+        with pytest.raises(AssertionError, match="no graph was captured"):
+            path_cases._require_graphs(llm)
 
 
 def test_memory_that_nobody_wrote_shows():
