@@ -313,27 +313,31 @@ inline void join(int rows, int head_dim, const RowSums& joined, const RowSums& s
   }
 }
 
-inline void store_results(const Item& item, const RowSums& joined) {
+inline void store_results(const Item& item, const RowSums& sums) {
   const AttentionCall& call = *item.call;
   item.for_rows([&](int row, const Part& part, int query, int head) {
-    Floats share = fill(1 / sum_of(load(joined.weights + row * 16)));
+    Floats share = fill(1 / sum_of(load(sums.weights + row * 16)));
     bf16* out = call.out + (ptrdiff_t(part.first_row + query) * call.num_kv_heads * call.group + head) * call.head_dim;
     for (int d = 0; d < call.head_dim; d += 16)
-      store_narrow(out + d, mul(load(joined.out + size_t(row) * call.head_dim + d), share));
+      store_narrow(out + d, mul(load(sums.out + size_t(row) * call.head_dim + d), share));
   });
 }
 
 template <class Cache>
 inline void attend(const Item& item, const Item* after, Scratch& s) {
   const int rows = load_queries<Cache>(item, s), end = item.end();
+  Tile wanted;
+  if (after) wanted = after->tile(after->part(0), after->first_key());
+  int key = item.first_key(), segment_end = (key / kSegment + 1) * kSegment;
+  if (end <= segment_end && !item.call->sinks) {  // joined to nothing it would be the same
+    attend_segment<Cache>(item, key, end, rows, after ? &wanted : nullptr, s);
+    return store_results(item, s.segment);
+  }
   begin(item, rows, s.joined);
-  for (int key = item.first_key(); key < end;) {
-    const int segment_end = std::min(end, (key / kSegment + 1) * kSegment);
-    Tile wanted;
-    if (after) wanted = after->tile(after->part(0), after->first_key());
+  for (; key < end; key = segment_end) {
+    segment_end = std::min(end, (key / kSegment + 1) * kSegment);
     attend_segment<Cache>(item, key, segment_end, rows, after && segment_end == end ? &wanted : nullptr, s);
     join(rows, item.call->head_dim, s.joined, s.segment);
-    key = segment_end;
   }
   store_results(item, s.joined);
 }

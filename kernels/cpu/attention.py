@@ -171,8 +171,10 @@ def paged_attention(
     """
     if not isinstance(plan, CompiledPlan):
         return torch_attention.paged_attention(query, layer, plan, scale, softcap, sinks)
+    # As for every operation here: to call `to` where there is nothing to do costs more than to ask.
+    narrow = query if query.dtype == torch.bfloat16 else query.to(torch.bfloat16)
     out: Tensor = torch.ops.pagemill_cpu.paged_attention(
-        query.to(torch.bfloat16),
+        narrow,
         *layer,
         plan.block_tables,
         plan.items,
@@ -184,4 +186,4 @@ def paged_attention(
         softcap or 0.0,
         sinks,
     )
-    return out.to(query.dtype)
+    return out if query.dtype == torch.bfloat16 else out.to(query.dtype)
