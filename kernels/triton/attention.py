@@ -20,7 +20,7 @@ from kernels.cache import AttentionBatch, KVCache, LayerKV
 from kernels.triton.decode import attend_rows
 from kernels.triton.launch import Specialisation, launch_for
 from kernels.triton.plan import AttentionPlan, plan_step, refill_decode, reserve_decode
-from kernels.triton.tiles import LOWEST, attend_tile, finish, head_row, serves
+from kernels.triton.tiles import COMPILED, LOWEST, attend_tile, finish, head_row, serves
 
 Plan = AttentionPlan | torch_attention.AttentionPlan
 
@@ -202,49 +202,15 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _specialisations() -> tuple[Specialisation, ...]:
-    listed = []
-    for head_dim, group, dtype, stored, window, softcap in (
-        (128, 4, "bf16", "bf16", False, False),
-        (128, 8, "bf16", "bf16", True, False),
-        (128, 4, "bf16", "fp8e4nv", False, False),
-        (64, 7, "bf16", "bf16", False, False),
-        (96, 1, "fp16", "fp16", False, False),
-        (256, 2, "bf16", "bf16", True, True),
-        (256, 8, "bf16", "fp8e4nv", False, False),
-        (64, 3, "fp32", "fp32", False, False),
-    ):
-        float8 = stored == "fp8e4nv"
-        block_d = triton.next_power_of_2(head_dim)
-        arguments = {
-            **dict.fromkeys(("query_ptr", "out_ptr"), f"*{dtype}:16"),
-            **dict.fromkeys(("key_ptr", "value_ptr"), f"*{stored}:16"),
-            **dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32:16" if float8 else None),
-            **dict.fromkeys(("block_tables_ptr", "tiles_ptr"), "*i32:16"),
-            **dict.fromkeys(("scale", "softcap"), "fp32"),
-            **dict.fromkeys(("table_stride", "num_kv_heads", "window"), "i32"),
-            "sinks_ptr": "*bf16:16" if window else None,
-            "query_stride": "i32:16",
-            "WINDOW": window,
-            "SOFTCAP": softcap,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": block_d,
-            "BLOCK_SIZE": 32,
-        }
-        is_float32 = dtype == "fp32"
-        listed.append(
-            Specialisation(
-                attention_kernel,
-                "attention/float32" if is_float32 else f"attention/{block_d}",
-                arguments,
-                hot=not is_float32,
-                matrix=not is_float32,
-                float8=float8,
-                variant=f"{head_dim} {group}:1 {dtype} {stored} window={window}",
-            )
-        )
-    return tuple(listed)
-
-
-SPECIALISATIONS = _specialisations()
+SPECIALISATIONS = tuple(
+    Specialisation(
+        attention_kernel,
+        "attention/float32" if one.is_float32 else f"attention/{one.block_d}",
+        {**one.arguments, "tiles_ptr": "*i32:16"},
+        hot=not one.is_float32,
+        matrix=not one.is_float32,
+        float8=one.is_float8,
+        variant=one.variant,
+    )
+    for one in COMPILED
+)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cache import LayerKV
 from kernels.triton.launch import Specialisation, launch_for
 from kernels.triton.plan import GROUP_ROWS, ITEM_WIDTH, SEGMENT, DecodePlan
-from kernels.triton.tiles import LOWEST, attend_tile, finish, head_row, merge
+from kernels.triton.tiles import COMPILED, LOWEST, Compiled, attend_tile, finish, head_row, merge
 
 _LEAST_ROWS = 16
 # Parts of one tensor, which begin wherever the parts before them end: no reason to compile a step's kernel anew.
@@ -239,70 +239,44 @@ def attend_rows(
         )
 
 
-def _specialisations() -> tuple[Specialisation, ...]:
-    listed = []
-    for head_dim, group, dtype, stored, window, softcap in (
-        (128, 4, "bf16", "bf16", False, False),
-        (128, 8, "bf16", "bf16", True, False),
-        (128, 4, "bf16", "fp8e4nv", False, False),
-        (64, 7, "bf16", "bf16", False, False),
-        (96, 1, "fp16", "fp16", False, False),
-        (64, 8, "bf16", "fp8e4nv", False, False),
-        (256, 2, "bf16", "bf16", True, True),
-        (256, 8, "bf16", "fp8e4nv", False, False),
-        (64, 3, "fp32", "fp32", False, False),
-    ):
-        float8 = stored == "fp8e4nv"
-        block_d = triton.next_power_of_2(head_dim)
-        launch = "decode/float32" if dtype == "fp32" else f"decode/{block_d}/float8" if float8 else f"decode/{block_d}"
-        scales = "*fp32:16" if float8 else None
-        sinks = "*bf16:16" if window else None
-        for rows in (_LEAST_ROWS,) if window or dtype == "fp32" else (_LEAST_ROWS, GROUP_ROWS):
-            listed.append(
-                Specialisation(
-                    decode_kernel,
-                    launch,
-                    {
-                        **dict.fromkeys(("query_ptr", "out_ptr"), f"*{dtype}:16"),
-                        **dict.fromkeys(("key_ptr", "value_ptr"), f"*{stored}:16"),
-                        **dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), scales),
-                        **dict.fromkeys(("sums_ptr", "statistics_ptr"), "*fp32:16"),
-                        **dict.fromkeys(("items_ptr", "count_ptr", "members_ptr"), "*i32"),
-                        **dict.fromkeys(("scale", "softcap"), "fp32"),
-                        **dict.fromkeys(("table_stride", "num_kv_heads", "window"), "i32"),
-                        "block_tables_ptr": "*i32:16",
-                        "query_stride": "i32:16",
-                        "sinks_ptr": sinks,
-                        "WINDOW": window,
-                        "SOFTCAP": softcap,
-                        "GROUP": group,
-                        "HEAD_DIM": head_dim,
-                        "BLOCK_D": block_d,
-                        "BLOCK_SIZE": 32,
-                        "SEGMENT": SEGMENT,
-                        "ITEM_WIDTH": ITEM_WIDTH,
-                        "BLOCK_M": rows,
-                    },
-                    hot=dtype != "fp32",
-                    float8=float8,
-                    variant=f"{head_dim} {group}:1 {dtype} {stored} window={window} rows={rows}",
-                )
-            )
-    for head_dim, group in ((64, 7), (256, 2)):
-        arguments = {
-            **dict.fromkeys(("sums_ptr", "statistics_ptr"), "*fp32:16"),
-            **dict.fromkeys(("rows_ptr", "count_ptr"), "*i32"),
-            "sinks_ptr": "*bf16:16",
-            "out_ptr": "*bf16:16",
-            "num_kv_heads": "i32",
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "BLOCK_D": head_dim,
-            "BLOCK_G": triton.next_power_of_2(group),
-            "FLOAT8": False,
-        }
-        listed.append(Specialisation(merge_kernel, "merge", arguments, hot=True, variant=f"{head_dim} {group}:1"))
-    return tuple(listed)
+def _decode(one: Compiled, rows: int) -> Specialisation:
+    """`rows` are those of a tile: of one sequence, or of a group."""
+    row = "decode/float32" if one.is_float32 else f"decode/{one.block_d}{'/float8' * one.is_float8}"
+    arguments = {
+        **one.arguments,
+        **dict.fromkeys(("sums_ptr", "statistics_ptr"), "*fp32:16"),
+        **dict.fromkeys(("items_ptr", "count_ptr", "members_ptr"), "*i32"),
+        "SEGMENT": SEGMENT,
+        "ITEM_WIDTH": ITEM_WIDTH,
+        "BLOCK_M": rows,
+    }
+    variant = f"{one.variant} rows={rows}"
+    return Specialisation(decode_kernel, row, arguments, hot=not one.is_float32, float8=one.is_float8, variant=variant)
 
 
-SPECIALISATIONS = _specialisations()
+def _merge(head_dim: int, group: int) -> Specialisation:
+    arguments = {
+        **dict.fromkeys(("sums_ptr", "statistics_ptr"), "*fp32:16"),
+        **dict.fromkeys(("rows_ptr", "count_ptr"), "*i32"),
+        "sinks_ptr": "*bf16:16",
+        "out_ptr": "*bf16:16",
+        "num_kv_heads": "i32",
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": head_dim,
+        "BLOCK_G": triton.next_power_of_2(group),
+        "FLOAT8": False,
+    }
+    return Specialisation(merge_kernel, "merge", arguments, hot=True, variant=f"{head_dim} {group}:1")
+
+
+SPECIALISATIONS = (
+    # Nothing is shared in a window.
+    *(
+        _decode(one, rows)
+        for one in COMPILED
+        for rows in ((_LEAST_ROWS,) if one.window or one.is_float32 else (_LEAST_ROWS, GROUP_ROWS))
+    ),
+    _merge(64, 7),
+    _merge(256, 2),
+)

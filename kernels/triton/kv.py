@@ -1,8 +1,4 @@
-"""What goes into the KV cache: keys and values at their slots, normed, turned and quantised on the way.
-
-A head is handled in three pieces, because a turn pairs the first with the second: the two halves of what is turned, and
-the rest that is not.
-"""
+"""What goes into the KV cache: keys and values at their slots, normed, turned and quantised on the way."""
 
 import triton
 import triton.language as tl
@@ -11,52 +7,12 @@ from torch import Tensor
 from kernels import reference
 from kernels.cache import LARGEST_QUANTIZED, LayerKV
 from kernels.reference import QueryKeyNorms
+from kernels.triton.heads import load_pieces, normed_and_turned, store_pieces
 from kernels.triton.launch import Specialisation, launch_for
 from kernels.triton.tiles import serves_blocks
 
 # The least normal number, of which the reciprocal is finite.
 _TINY = tl.constexpr(1.1754943508222875e-38)
-
-
-@triton.jit
-def _pieces(ptr, rows, is_head, HALF: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
-    """Return the pieces of the heads that begin at `rows`, each `[heads, BLOCK or REST]`, in float32."""
-    dims = tl.arange(0, BLOCK)
-    inside = is_head[:, None] & (dims < HALF)[None, :]
-    places = rows[:, None] + dims[None, :]
-    first = tl.load(ptr + places, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(ptr + places + HALF, mask=inside, other=0.0).to(tl.float32)
-    rest = first
-    if REST > 0:
-        dims = 2 * HALF + tl.arange(0, REST)
-        inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
-        rest = tl.load(ptr + rows[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    return first, second, rest
-
-
-@triton.jit
-def _store_pieces(
-    first,
-    second,
-    rest,
-    ptr,
-    rows,
-    is_head,
-    HALF: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-):
-    DTYPE: tl.constexpr = ptr.dtype.element_ty
-    dims = tl.arange(0, BLOCK)
-    inside = is_head[:, None] & (dims < HALF)[None, :]
-    places = rows[:, None] + dims[None, :]
-    tl.store(ptr + places, first.to(DTYPE), mask=inside)
-    tl.store(ptr + places + HALF, second.to(DTYPE), mask=inside)
-    if REST > 0:
-        dims = 2 * HALF + tl.arange(0, REST)
-        inside = is_head[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(ptr + rows[:, None] + dims[None, :], rest.to(DTYPE), mask=inside)
 
 
 @triton.jit
@@ -91,55 +47,12 @@ def _store_in_cache(
         first, second = _scaled(first, scales, LARGEST), _scaled(second, scales, LARGEST)
         if REST > 0:
             rest = _scaled(rest, scales, LARGEST)
-    _store_pieces(first, second, rest, cache_ptr, places * HEAD_DIM, is_head, HALF, HEAD_DIM, BLOCK, REST)
+    store_pieces(first, second, rest, cache_ptr, places * HEAD_DIM, is_head, HALF, HEAD_DIM, BLOCK, REST)
 
 
 @triton.jit
 def _scaled(x, scales, LARGEST: tl.constexpr):
     return tl.clamp(tl.div_rn(x, tl.broadcast_to(scales[:, None], x.shape)), -LARGEST, LARGEST)
-
-
-@triton.jit
-def _normed(
-    first,
-    second,
-    rest,
-    weight_ptr,
-    heads,
-    num_heads,
-    is_head,
-    eps,
-    PER_HEAD: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HALF: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-):
-    """Return the pieces normed, each head by itself or all of them together, as `kernels.reference` rounds them."""
-    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-    if REST > 0:
-        squares += tl.sum(rest * rest, 1)
-    if PER_HEAD:
-        scales = tl.rsqrt(squares / HEAD_DIM + eps)
-        weight_rows = heads * 0
-    else:
-        scales = tl.rsqrt(tl.sum(squares, 0) / (num_heads * HEAD_DIM) + eps) + tl.zeros(squares.shape, tl.float32)
-        weight_rows = heads * HEAD_DIM
-    first_weight, second_weight, rest_weight = _pieces(weight_ptr, weight_rows, is_head, HALF, HEAD_DIM, BLOCK, REST)
-    first = _weighted(first * scales[:, None], first_weight, IN_FLOAT32, DTYPE)
-    second = _weighted(second * scales[:, None], second_weight, IN_FLOAT32, DTYPE)
-    if REST > 0:
-        rest = _weighted(rest * scales[:, None], rest_weight, IN_FLOAT32, DTYPE)
-    return first, second, rest
-
-
-@triton.jit
-def _weighted(x, weight, IN_FLOAT32: tl.constexpr, DTYPE: tl.constexpr):
-    if not IN_FLOAT32:
-        x = x.to(DTYPE).to(tl.float32)
-    return (x * weight).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -167,54 +80,20 @@ def write_kv_kernel(
     heads = tl.arange(0, BLOCK_HEADS)
     is_head = heads < num_kv_heads
     if slot >= 0:
-        first, second, rest = _pieces(key_ptr, token * key_stride + heads * HEAD_DIM, is_head, HALF, HEAD_DIM, BLOCK, 0)
+        first, second, rest = load_pieces(
+            key_ptr, token * key_stride + heads * HEAD_DIM, is_head, HALF, HEAD_DIM, BLOCK, 0
+        )
         _store_in_cache(
             first, second, rest, key_cache_ptr, key_scales_ptr, heads, is_head, slot, num_kv_heads,
             LARGEST, BLOCK_SIZE, HALF, HEAD_DIM, BLOCK, 0,
         )  # fmt: skip
-        first, second, rest = _pieces(
+        first, second, rest = load_pieces(
             value_ptr, token * value_stride + heads * HEAD_DIM, is_head, HALF, HEAD_DIM, BLOCK, 0
         )
         _store_in_cache(
             first, second, rest, value_cache_ptr, value_scales_ptr, heads, is_head, slot, num_kv_heads,
             LARGEST, BLOCK_SIZE, HALF, HEAD_DIM, BLOCK, 0,
         )  # fmt: skip
-
-
-@triton.jit
-def _normed_and_turned(
-    ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    token,
-    heads,
-    num_heads,
-    eps,
-    PER_HEAD: tl.constexpr,
-    IN_FLOAT32: tl.constexpr,
-    HALF: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-):
-    """Return the pieces of the heads at `ptr`, one after the other, as attention wants them."""
-    DTYPE: tl.constexpr = ptr.dtype.element_ty
-    is_head = heads < num_heads
-    first, second, rest = _pieces(ptr, heads * HEAD_DIM, is_head, HALF, HEAD_DIM, BLOCK, REST)
-    if weight_ptr is not None:
-        first, second, rest = _normed(
-            first, second, rest, weight_ptr, heads, num_heads, is_head, eps,
-            PER_HEAD, IN_FLOAT32, DTYPE, HALF, HEAD_DIM, BLOCK, REST,
-        )  # fmt: skip
-    if cos_ptr is not None:
-        dims = tl.arange(0, BLOCK)
-        cos = tl.load(cos_ptr + token * HALF + dims, mask=dims < HALF, other=0.0)[None, :]
-        sin = tl.load(sin_ptr + token * HALF + dims, mask=dims < HALF, other=0.0)[None, :]
-        turned = first * cos - second * sin
-        second = (second * cos + first * sin).to(DTYPE).to(tl.float32)
-        first = turned.to(DTYPE).to(tl.float32)
-    return first, second, rest
 
 
 @triton.jit
@@ -251,12 +130,12 @@ def write_qkv_kernel(
     qkv_ptr += token * qkv_stride
     if tl.program_id(1) == 0:
         query_heads = tl.arange(0, BLOCK_HEADS)
-        query_first, query_second, query_rest = _normed_and_turned(
+        query_first, query_second, query_rest = normed_and_turned(
             qkv_ptr, query_norm_ptr, cos_ptr, sin_ptr, token, query_heads, num_heads, eps,
             QUERY_NORM_PER_HEAD, IN_FLOAT32, HALF, HEAD_DIM, BLOCK, REST,
         )  # fmt: skip
         rows, is_query = (token * num_heads + query_heads) * HEAD_DIM, query_heads < num_heads
-        _store_pieces(
+        store_pieces(
             query_first, query_second, query_rest, query_ptr, rows, is_query, HALF, HEAD_DIM, BLOCK, REST
         )  # fmt: skip
     else:
@@ -265,7 +144,7 @@ def write_qkv_kernel(
         is_head = heads < num_kv_heads
         if slot >= 0:
             key_ptr = qkv_ptr + num_heads * HEAD_DIM
-            first, second, rest = _normed_and_turned(
+            first, second, rest = normed_and_turned(
                 key_ptr, key_norm_ptr, cos_ptr, sin_ptr, token, heads, num_kv_heads, eps,
                 KEY_NORM_PER_HEAD, IN_FLOAT32, HALF, HEAD_DIM, BLOCK, REST,
             )  # fmt: skip
@@ -274,7 +153,7 @@ def write_qkv_kernel(
                 LARGEST, BLOCK_SIZE, HALF, HEAD_DIM, BLOCK, REST,
             )  # fmt: skip
             value_ptr = key_ptr + num_kv_heads * HEAD_DIM
-            first, second, rest = _pieces(value_ptr, heads * HEAD_DIM, is_head, HALF, HEAD_DIM, BLOCK, REST)
+            first, second, rest = load_pieces(value_ptr, heads * HEAD_DIM, is_head, HALF, HEAD_DIM, BLOCK, REST)
             _store_in_cache(
                 first, second, rest, value_cache_ptr, value_scales_ptr, heads, is_head, slot, num_kv_heads,
                 LARGEST, BLOCK_SIZE, HALF, HEAD_DIM, BLOCK, REST,

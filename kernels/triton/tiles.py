@@ -5,6 +5,8 @@ A part of a softmax is (maximum, total, sums): the largest score, in units of lo
 which is exactly neutral.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -138,3 +140,65 @@ def finish(maximum, total, sums, sinks_ptr, heads, is_row, FLOAT8: tl.constexpr)
         sums *= 1.0 / FLOAT8_RAISED
     # A row without keys is zeros.
     return sums / tl.where(total == 0, 1.0, total)[:, None]
+
+
+class Compiled(NamedTuple):
+    """What attention over a cache is compiled for: dtypes as Triton names them, queries' and what is `stored`."""
+
+    head_dim: int
+    group: int
+    dtype: str
+    stored: str
+    window: bool = False
+    softcap: bool = False
+
+    @property
+    def block_d(self) -> int:
+        padded: int = triton.next_power_of_2(self.head_dim)
+        return padded
+
+    @property
+    def is_float32(self) -> bool:
+        return self.dtype == "fp32"
+
+    @property
+    def is_float8(self) -> bool:
+        return self.stored == "fp8e4nv"
+
+    @property
+    def variant(self) -> str:
+        return f"{self.head_dim} {self.group}:1 {self.dtype} {self.stored} window={self.window}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of a `Specialisation` that such kernels have in common. A model with windows has sinks here."""
+        return {
+            **dict.fromkeys(("query_ptr", "out_ptr"), f"*{self.dtype}:16"),
+            **dict.fromkeys(("key_ptr", "value_ptr"), f"*{self.stored}:16"),
+            **dict.fromkeys(("key_scales_ptr", "value_scales_ptr"), "*fp32:16" if self.is_float8 else None),
+            **dict.fromkeys(("scale", "softcap"), "fp32"),
+            **dict.fromkeys(("table_stride", "num_kv_heads", "window"), "i32"),
+            "block_tables_ptr": "*i32:16",
+            "query_stride": "i32:16",
+            "sinks_ptr": "*bf16:16" if self.window else None,
+            "WINDOW": self.window,
+            "SOFTCAP": self.softcap,
+            "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_D": self.block_d,
+            "BLOCK_SIZE": 32,
+        }
+
+
+COMPILED = (
+    Compiled(128, 4, "bf16", "bf16"),
+    Compiled(128, 8, "bf16", "bf16", window=True),
+    Compiled(128, 4, "bf16", "fp8e4nv"),
+    Compiled(64, 7, "bf16", "bf16"),
+    Compiled(96, 1, "fp16", "fp16"),
+    Compiled(64, 8, "bf16", "fp8e4nv"),
+    Compiled(256, 2, "bf16", "bf16", window=True, softcap=True),
+    Compiled(256, 8, "bf16", "fp8e4nv"),
+    Compiled(64, 3, "fp32", "fp32"),
+)
+"""Of each kernel that attends a cache."""

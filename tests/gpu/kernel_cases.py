@@ -29,7 +29,7 @@ from tests.kernels.triton.poison import poisoned
 
 SEEDS = (0, 1, 2)
 # Modules without a kernel that is launched by itself: they are used by the others.
-_WITHOUT_CASES = {"decode", "groups", "launch", "plan", "split_k", "tiles"}
+_WITHOUT_CASES = {"decode", "groups", "heads", "launch", "plan", "split_k", "tiles"}
 
 
 def cases(setting: Setting) -> list[Case]:
