@@ -14,7 +14,7 @@ from kernels.reference_quantized import Int4Weight
 from kernels.stacked_lora import empty_low_rank, sort_by_slot
 from kernels.triton import experts, fp8, lora, w4a16
 from tests.gpu.cases import Setting, close
-from tests.gpu.numbers import ULP, Check, randn, wants_float8
+from tests.gpu.numbers import ULP, Check, dtypes, randn, short, wants_float8
 
 
 class Product(NamedTuple):
@@ -59,9 +59,13 @@ def product_cases(setting: Setting) -> Iterator[tuple[str, Check]]:
     for shape in [Product(3, 200, 40)] if small else _FLOAT8:
         yield f"fp8: {_label(shape)}", partial(_check_float8, setting, shape)
     for rows, inputs, sizes, rank in [(9, 100, (70, 24), 16)] if small else _LORA:
-        yield f"lora: {rows}x{inputs} by {sizes}, rank {rank}", partial(_check_lora, setting, rows, inputs, sizes, rank)
+        for dtype in dtypes(setting):
+            label = f"lora: {rows}x{inputs} by {sizes}, rank {rank} {short(dtype)}"
+            yield label, partial(_check_lora, setting, rows, inputs, sizes, rank, dtype)
     for mixture in [Mixture(13, 5, 2, 72, 40, bias=True)] if small else _EXPERTS:
-        yield f"experts: {', '.join(map(str, mixture))}", partial(_check_experts, setting, mixture)
+        for dtype in dtypes(setting):
+            label = f"experts: {', '.join(map(str, mixture))} {short(dtype)}"
+            yield label, partial(_check_experts, setting, mixture, dtype)
 
 
 def _label(shape: Product) -> str:
@@ -106,16 +110,24 @@ def _check_float8(setting: Setting, shape: Product) -> None:
     _close_to_rounding(fp8.float8_linear(x, weight, bias), wanted, sums, 2**-12)
 
 
-def _check_lora(setting: Setting, rows: int, inputs: int, sizes: tuple[int, ...], rank: int) -> None:
+def _rounding(dtype: torch.dtype) -> float:
+    """What a few roundings come to; of float32, far less than products of fewer bits would lose."""
+    return 2e-5 if dtype == torch.float32 else 4 * ULP[dtype]
+
+
+def _check_lora(
+    setting: Setting, rows: int, inputs: int, sizes: tuple[int, ...], rank: int, dtype: torch.dtype
+) -> None:
     num_slots = 3
     slots = (torch.randint(0, num_slots + 1, (rows,)) - 1).to(setting.device)
-    stacked = empty_low_rank(num_slots, rank, LoraShape(inputs, sizes), setting.dtype, setting.device)
-    x, y = randn(setting, rows, inputs), randn(setting, rows, sum(sizes))
+    stacked = empty_low_rank(num_slots, rank, LoraShape(inputs, sizes), dtype, setting.device)
+    x, y = (randn(setting, rows, size, dtype=dtype) for size in (inputs, sum(sizes)))
     wanted = y.clone()
     for slot in range(num_slots):
         pairs, start = [], 0
         for size in sizes:
-            a, b = randn(setting, rank, inputs, scale=inputs**-0.5), randn(setting, size, rank, scale=rank**-0.5)
+            a = randn(setting, rank, inputs, dtype=dtype, scale=inputs**-0.5)
+            b = randn(setting, size, rank, dtype=dtype, scale=rank**-0.5)
             pairs.append(LowRank(a, b, start, start + size))
             of_slot = (slots == slot).nonzero().flatten()
             reference.lora_add(x, wanted, of_slot, a, b, slice(start, start + size))
@@ -123,12 +135,12 @@ def _check_lora(setting: Setting, rows: int, inputs: int, sizes: tuple[int, ...]
         stacked.put(slot, pairs)
     lora.lora_add(x, y, sort_by_slot(slots, num_slots), stacked)
     # The middle, the product and the sum are rounded.
-    close(y, wanted, 4 * ULP[y.dtype], 4 * ULP[y.dtype])
+    close(y, wanted, _rounding(dtype), _rounding(dtype))
 
 
-def _check_experts(setting: Setting, shape: Mixture) -> None:
+def _check_experts(setting: Setting, shape: Mixture, dtype: torch.dtype) -> None:
     def weights(*sizes: int) -> Tensor:
-        return randn(setting, shape.num_experts, *sizes, scale=sizes[-1] ** -0.5)
+        return randn(setting, shape.num_experts, *sizes, dtype=dtype, scale=sizes[-1] ** -0.5)
 
     doubled = 2 * shape.intermediate_size
     stacked = StackedExperts(
@@ -139,8 +151,8 @@ def _check_experts(setting: Setting, shape: Mixture) -> None:
         partial(reference.clamped_swiglu, alpha=1.702, limit=7.0) if shape.bias else reference.silu_and_mul,
     )
     shares, expert_ids = torch.randn(shape.rows, shape.num_experts).topk(shape.top_k)
-    x = randn(setting, shape.rows, shape.hidden_size)
+    x = randn(setting, shape.rows, shape.hidden_size, dtype=dtype)
     routed = (x, expert_ids.to(setting.device), shares.softmax(-1).to(setting.device))
     got, wanted = (module.mixture_of_experts(*routed, stacked) for module in (experts, reference))
     # Both products and the activation are rounded, and each may be so to the other side.
-    close(got, wanted, 4 * ULP[got.dtype], 4 * ULP[got.dtype] * float(wanted.abs().max()))
+    close(got, wanted, _rounding(dtype), _rounding(dtype) * float(wanted.abs().max()))
