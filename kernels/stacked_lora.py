@@ -102,4 +102,6 @@ def pin_factors(pairs: Sequence[LowRank], device: torch.device) -> Sequence[LowR
     """Return an adapter's factors in host memory from which a GPU copies while the host goes on."""
     if device.type != "cuda":
         return pairs
-    return [pair._replace(a=pair.a.pin_memory(), b=pair.b.pin_memory()) for pair in pairs]
+    # Pinning sets up the current device, which is another one if this is not the first.
+    with torch.cuda.device(device):
+        return [pair._replace(a=pair.a.pin_memory(), b=pair.b.pin_memory()) for pair in pairs]

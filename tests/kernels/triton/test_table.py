@@ -7,7 +7,7 @@ import torch
 
 from kernels import experts, ops, reference
 from kernels.ops import kernels_for
-from kernels.triton import attention, fp8, kv, w4a16
+from kernels.triton import attention, fp8, kv, lora, w4a16
 
 GPU = torch.device("cuda", 0)
 
@@ -32,6 +32,7 @@ def test_a_gpu_gets_tritons_kernels(monkeypatch, capability):
     assert table.plan_attention is attention.plan_attention
     assert table.write_qkv is kv.write_qkv
     assert table.stack_experts is experts.stack_experts
+    assert table.lora is lora.STACKED_LORA
     kernels = [kernel for kernel in table if kernel is not None]
     of_triton = [kernel for kernel in kernels if kernel.__module__.startswith("kernels.triton.")]
     assert len(of_triton) == 15
