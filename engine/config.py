@@ -54,7 +54,7 @@ class EngineConfig:
         scheduling_policy: In which order requests start: `prefix`, prompts that begin alike together, and long answers
             early; `fcfs`, as they come. No answer depends on it. See `engine.waiting`.
         max_loras: LoRA adapters in memory at a time, and so at most in one step; 0: requests cannot ask for any.
-        max_lora_rank: The highest rank of an adapter, at most 256. Memory for `max_loras` of it is kept free.
+        max_lora_rank: The highest rank of an adapter, at most 256. Memory for `max_loras` of it is kept for them.
         async_scheduling: Launch a step before the tokens of the one before it are on the host, see `engine.loop`. No
             answer depends on it. None: with a GPU; a CPU has nothing to do meanwhile.
         enforce_eager: Launch every kernel of a step by itself, as on a CPU, instead of replaying CUDA graphs of decode
