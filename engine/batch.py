@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.adapter_slots import slots_of_tokens
 from engine.device import Device
 from engine.plan import PlanRow, StepPlan
+from engine.sampling.penalties import PenaltyRows
 from engine.sampling.seeds import choice_seed
 from engine.sampling.token_rules import LogitEdits, logit_edits
 from engine.sequence import PLACEHOLDER
@@ -134,8 +135,8 @@ def _computes_placeholder(row: PlanRow) -> bool:
     return row.sequence.awaits_token and row.start + row.num_tokens == row.sequence.num_tokens
 
 
-def sampling_batch(rows: Sequence[PlanRow], device: Device) -> SamplingBatch:
-    """What is to be done with the logits of these rows, `num_samples` for each; reads the requests, changes nothing."""
+def sampling_batch(rows: Sequence[PlanRow], device: Device, penalty_rows: PenaltyRows) -> SamplingBatch:
+    """What is to be done with the logits of these rows, `num_samples` for each; reads the requests, changes none."""
     draws = [(row.sequence, seed) for row in rows for seed in _seeds(row)]
     sequences = [sequence for sequence, _ in draws]
     params = [sequence.request.params for sequence in sequences]
@@ -146,7 +147,7 @@ def sampling_batch(rows: Sequence[PlanRow], device: Device) -> SamplingBatch:
         min_p=[p.min_p for p in params],
         seeds=[seed for _, seed in draws],
         positions=[sequence.num_tokens for sequence in sequences],
-        edits=logit_edits(sequences, device),
+        edits=logit_edits(sequences, device, penalty_rows),
         num_logprobs={index: p.num_logprobs for index, p in enumerate(params) if p.num_logprobs is not None},
         num_candidates={index: s.request.beams.num_candidates for index, s in enumerate(sequences) if s.request.beams},
     )

@@ -103,7 +103,7 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
     sizes = graph_sizes(limits.max_num_seqs)
     graphs = _decode_graphs(config, loaded, kv, home, slots, sizes, limits.max_model_len)
     host = _host_cache(loaded, limits, kv_dtype, device)
-    runner = Runner(loaded.decoder, kv, home, host, graphs, slots)
+    runner = Runner(loaded.decoder, kv, home, host, graphs, slots, max_num_seqs=limits.max_num_seqs)
     overlaps = device.type == "cuda" and config.async_scheduling is not False
     loop = OverlappedLoop if overlaps else PlainLoop
     return EngineCore(
@@ -331,5 +331,8 @@ def _run_full_step(
     kv, home = _kv_cache(loaded, limits, kv_cache_dtype(config, loaded.config.dtype), device), device_of(device)
     longest = config.max_model_len or loaded.config.max_position_embeddings
     graphs = _decode_graphs(config, loaded, kv, home, slots, graph_sizes(max_num_seqs)[:1], longest)
-    runner = Runner(loaded.decoder, kv, home, graphs=graphs, adapters=slots)
-    runner.execute(scheduler.schedule())
+    runner = Runner(loaded.decoder, kv, home, graphs=graphs, adapters=slots, max_num_seqs=max_num_seqs)
+    plan = scheduler.schedule()
+    # Twice: what the first step leaves behind, as the counts of penalised tokens, is there while the second one runs.
+    for _ in range(2):
+        runner.execute(plan)

@@ -20,6 +20,7 @@ class RowSlots:
     """
 
     def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
         self._free = list(reversed(range(num_rows)))
         self._rows: dict[Sequence, int] = {}
 

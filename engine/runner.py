@@ -25,6 +25,8 @@ from engine.graphs import DecodeGraphs
 from engine.models.adapters import Adapters
 from engine.plan import BlockMove, MoveKind, PlanRow, Sampled, StepOutput, StepPlan
 from engine.pooling.rows import sum_tokens, wanted_places
+from engine.row_slots import RowSlots
+from engine.sampling.penalties import PenaltyRows
 from engine.sampling.prompt_logprobs import compute_prompt_logprobs, read_prompt_logprobs, wanted_tokens
 from engine.sampling.sampler import read_draws, sample
 from engine.sequence import Sequence
@@ -80,7 +82,7 @@ class Runner:
     """Runs plans of a scheduler whose blocks are those of `kv`, and those of `host` if it swaps.
 
     With `graphs`, steps in which every row computes one token are replayed from them, as far as they go. `adapters` are
-    the slots of the adapters that rows have.
+    the slots of the adapters that rows have. No step has rows of more than `max_num_seqs` sequences.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Runner:
         host: KVCache | None = None,
         graphs: DecodeGraphs | None = None,
         adapters: AdapterSlots | None = None,
+        *,
+        max_num_seqs: int,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -99,6 +103,7 @@ class Runner:
             self._caches |= {MoveKind.SWAP_OUT: (kv, host), MoveKind.SWAP_IN: (host, kv)}
         self._device = device
         self._grammar_masks = GrammarMasks(device)
+        self._penalty_rows = PenaltyRows(RowSlots(max_num_seqs))
         self._graphs = graphs
         self._adapters = adapters
 
@@ -127,7 +132,11 @@ class Runner:
 
         Nothing is drawn for sequences that have finished meanwhile.
         """
-        within_memory(partial(self._sample, step), step.plan, self._device)
+        try:
+            within_memory(partial(self._sample, step), step.plan, self._device)
+        except OutOfMemory:
+            self._penalty_rows.forget()
+            raise
 
     def collect(self, step: StepInFlight) -> StepOutput:
         """Wait for a step that was launched and sampled, and return its results."""
@@ -205,7 +214,7 @@ class Runner:
         if not step.rows:
             return
         rows = list(step.rows.values())
-        batch = sampling_batch(rows, self._device)._replace(grammar=self._grammar_masks.fill(rows))
+        batch = sampling_batch(rows, self._device, self._penalty_rows)._replace(grammar=self._grammar_masks.fill(rows))
         (kept,) = self._device.upload(_draws_of(step)) if len(rows) < _num_sampling(step.plan) else (None,)
 
         @torch.inference_mode()

@@ -8,7 +8,6 @@ from engine.blocks import BlockHash, block_hash, root_hash
 from engine.detokenizer import StopStringWatcher
 from engine.outputs import FinishReason
 from engine.sampling.logprobs import TokenLogprobs
-from engine.sampling.token_rules import TokenCounts
 
 if TYPE_CHECKING:
     from engine.request import Request
@@ -40,7 +39,6 @@ class Sequence:
 
     __slots__ = (
         "_block_hashes",
-        "_token_counts",
         "awaits_token",
         "block_ids",
         "choice",
@@ -77,7 +75,6 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []
         self.cumulative_logprob = 0.0  # of the output, where anybody wants to know it
         self._block_hashes: list[BlockHash] = []
-        self._token_counts = TokenCounts(request.num_prompt_tokens)
 
     @property
     def finished(self) -> bool:
@@ -103,12 +100,6 @@ class Sequence:
     def num_continuations(self) -> int:
         """How many sequences are in this one: at the end of its prompt all the others are forked off the first."""
         return 1 if self.num_output_tokens else self.request.num_continuations
-
-    @property
-    def token_counts(self) -> TokenCounts:
-        """The different tokens so far, each counted once, whenever it is asked for next."""
-        self._token_counts.update(self.token_ids)
-        return self._token_counts
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
@@ -185,7 +176,6 @@ class Sequence:
         child.num_computed_tokens = 0
         child.status = SequenceStatus.WAITING
         child._block_hashes = self._block_hashes.copy()
-        child._token_counts = TokenCounts(self.request.num_prompt_tokens)
         return child
 
     def finish(self, reason: FinishReason, *, stop_reason: int | str | None = None) -> None:

@@ -11,12 +11,24 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels import gumbel_cpu, int8, linear, reference, torch_attention, torch_moe
+from kernels import (
+    bitmask,
+    gumbel_cpu,
+    int8,
+    linear,
+    logprobs_cpu,
+    penalties_cpu,
+    reference,
+    reference_sampling,
+    torch_attention,
+    torch_moe,
+)
 from kernels.cache import AttentionBatch, KVCache, LayerKV, allocate_kv_cache, copy_block, kv_bytes_per_token
 from kernels.cpu import attention, extension, glue, sampling
 from kernels.cpu import int8 as compiled_int8
 from kernels.cpu import linear as compiled_linear
 from kernels.experts import StackExperts
+from kernels.floors_cpu import Draw, draws_by
 from kernels.linear import (
     ActivateAndMul,
     Activation,
@@ -32,6 +44,7 @@ from kernels.lora import LoraKernels, packed_lora
 from kernels.reference import Expert, QueryKeyNorms
 from kernels.reference_blocks import StagedBlocks
 from kernels.reference_quantized import Float8Weight, Int4Weight
+from kernels.reference_sampling import Likeliest, Limits, LogprobTensors, NewTokens, Penalties
 
 __all__ = [
     "ActivateAndMul",
@@ -45,8 +58,14 @@ __all__ = [
     "KVCache",
     "Kernels",
     "LayerKV",
+    "Likeliest",
+    "Limits",
     "Linear",
+    "LogprobTensors",
+    "NewTokens",
+    "Penalties",
     "QueryKeyNorms",
+    "TokenCounts",
     "allocate_kv_cache",
     "copy_block",
     "kernels_for",
@@ -56,6 +75,9 @@ __all__ = [
 
 AttentionPlan = Any
 """What `plan_attention` made, for `paged_attention` of the same table."""
+
+TokenCounts = Any
+"""What `allocate_counts` made, for `count_tokens` and `apply_penalties` of the same table."""
 
 
 class _RmsNorm(Protocol):
@@ -162,8 +184,28 @@ class _Largest(Protocol):
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class _GumbelArgmax(Protocol):
-    def __call__(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor: ...
+class _ApplyTokenBitmask(Protocol):
+    def __call__(self, logits: Tensor, bitmask: Tensor, rows: Tensor) -> None: ...
+
+
+class _AllocateCounts(Protocol):
+    def __call__(self, num_slots: int, vocab_size: int, device: torch.device) -> TokenCounts: ...
+
+
+class _CountTokens(Protocol):
+    def __call__(self, counts: TokenCounts, new: NewTokens) -> None: ...
+
+
+class _ApplyPenalties(Protocol):
+    def __call__(self, logits: Tensor, counts: TokenCounts, penalties: Penalties) -> None: ...
+
+
+class _TokenLogprobs(Protocol):
+    def __call__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors: ...
+
+
+class _LikeliestTokens(Protocol):
+    def __call__(self, scores: Tensor, count: int) -> Likeliest: ...
 
 
 class Kernels(NamedTuple):
@@ -193,7 +235,13 @@ class Kernels(NamedTuple):
     int4: Packers[Int4Weight] | None  # None: there are no such products, of bfloat16 and float16 at least
     float8: Packers[Float8Weight] | None  # the same
     largest: _Largest
-    gumbel_argmax: _GumbelArgmax
+    draw: Draw  # may overwrite the logits
+    apply_token_bitmask: _ApplyTokenBitmask
+    allocate_counts: _AllocateCounts
+    count_tokens: _CountTokens
+    apply_penalties: _ApplyPenalties
+    token_logprobs: _TokenLogprobs
+    likeliest: _LikeliestTokens
 
     def activate_and_mul(self, activation: Activation) -> ActivateAndMul:
         """Return the operation that applies `activation`."""
@@ -225,7 +273,13 @@ _TORCH = Kernels(
     int4=None,
     float8=None,
     largest=reference.largest,
-    gumbel_argmax=reference.gumbel_argmax,
+    draw=reference_sampling.draw,
+    apply_token_bitmask=bitmask.apply_token_bitmask,
+    allocate_counts=reference_sampling.allocate_counts,
+    count_tokens=reference_sampling.count_tokens,
+    apply_penalties=reference_sampling.apply_penalties,
+    token_logprobs=reference_sampling.token_logprobs,
+    likeliest=reference_sampling.likeliest,
 )
 
 
@@ -235,7 +289,12 @@ def _of_cpu() -> Kernels:
         pack_linear=linear.onednn_linear,
         lora=packed_lora(linear.onednn_linear),
         pack_gate_up=gate_up_packer(linear.onednn_linear),
-        gumbel_argmax=gumbel_cpu.gumbel_argmax,
+        draw=draws_by(gumbel_cpu.gumbel_argmax),
+        allocate_counts=penalties_cpu.allocate_counts,
+        count_tokens=penalties_cpu.count_tokens,
+        apply_penalties=penalties_cpu.apply_penalties,
+        token_logprobs=logprobs_cpu.token_logprobs,
+        likeliest=logprobs_cpu.likeliest,
     )
     if not extension.is_served():
         return kernels
@@ -257,7 +316,7 @@ def _of_cpu() -> Kernels:
         pack_gate_up=compiled_linear.packed_gate_up,
         int8=Packers(compiled_int8.int8_linear, compiled_int8.int8_gate_up),
         largest=sampling.largest,
-        gumbel_argmax=sampling.gumbel_argmax,
+        draw=draws_by(sampling.gumbel_argmax),
     )
 
 

@@ -1,7 +1,7 @@
 """Plain torch: the definition of right for sampling on a device, where nothing may ask the device what it computed.
 
 `engine.sampling` says what the stages mean and in which order they come; these are the same, for all rows at once.
-`kernels.reference` has the largest of each row and draws without floors.
+`kernels.reference` has the largest of each row and draws without limits.
 """
 
 from typing import NamedTuple
@@ -9,20 +9,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.reference import gumbel_noise
+from kernels.reference import gumbel_argmax, gumbel_noise
+
+IN_PROMPT = 1 << 30
+"""Set in the count of a token that the prompt has; below it is how often the output has the token."""
 
 
-class PenaltyState(NamedTuple):
-    """What penalties need to know of sequences, each in a slot: which tokens they have, and how often in the output."""
+class NewTokens(NamedTuple):
+    """What is to be counted, of sequences that have a slot each.
 
-    output_counts: Tensor  # [num_slots, vocab_size] int32
-    in_prompt: Tensor  # [num_slots, ceil(vocab_size / 32)] int32: bit `t % 32` of word `t // 32` is token t's
+    Attributes:
+        fresh: `[F]` int64, distinct: slots of sequences that are counted from their first token on. Others had them.
+        slots, token_ids: `[n]` int64. A slot may have a token several times.
+        increments: `[n]` int32: `IN_PROMPT` for a token of the prompt, once at most, and 1 each time in the output.
+    """
+
+    fresh: Tensor
+    slots: Tensor
+    token_ids: Tensor
+    increments: Tensor
 
 
 class Penalties(NamedTuple):
-    """The rows of a step's logits that have penalties, `[num_rows]` each: a row of logits and a slot, and its numbers.
+    """The rows of a step's logits that have penalties, `[P]` each: a row of logits and a slot, and its numbers.
 
-    Rows and slots are int64, distinct; the others float32, as in `SamplingParams`.
+    Rows and slots are int64, rows distinct; the others float32, as in `SamplingParams`.
     """
 
     rows: Tensor
@@ -32,60 +43,76 @@ class Penalties(NamedTuple):
     frequency: Tensor
 
 
+class Limits(NamedTuple):
+    """Of which tokens each row is drawn: top_k `[R]` int64, off at 0; top_p and min_p `[R]` float32, off at 1 and 0."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+class LogprobTensors(NamedTuple):
+    """What is known of one token of each of R rows, and of the likeliest, see `Likeliest`.
+
+    The rank is 1 plus the number of tokens that are likelier, so that of equals all have the same.
+    """
+
+    chosen: Tensor  # [R] float32
+    ranks: Tensor  # [R] int64
+    top_values: Tensor  # [R, count] float32
+    top_token_ids: Tensor  # [R, count] int64
+
+
 class Likeliest(NamedTuple):
     """Of each row the tokens with the largest numbers, in falling order and of equals the one with the lowest id."""
 
-    token_ids: Tensor  # [num_rows, count] int64
-    values: Tensor  # [num_rows, count] float32
+    values: Tensor  # [R, count] float32
+    token_ids: Tensor  # [R, count] int64
 
 
-def allocate_penalties(num_slots: int, vocab_size: int, device: torch.device) -> PenaltyState:
-    """Return the state of `num_slots` sequences that have no tokens."""
-    counts = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
-    return PenaltyState(counts, torch.zeros(num_slots, -(-vocab_size // 32), dtype=torch.int32, device=device))
+def allocate_counts(num_slots: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Return the counts of `num_slots` sequences, `[num_slots, vocab_size]` int32; none is known before it is fresh."""
+    return torch.empty(num_slots, vocab_size, dtype=torch.int32, device=device)
 
 
-def count_tokens(
-    state: PenaltyState, slots: Tensor, histories: Tensor, rows: Tensor, starts: Tensor, ends: Tensor, prompts: Tensor
-) -> None:
-    """Add tokens `starts` to `ends` of some sequences to what their slots know, in place.
-
-    Slots, rows, starts, ends and prompts are `[n]` int64: sequence i has its tokens, int32, in row `rows[i]` of
-    `histories` `[max_rows, max_len]`, of which the first `prompts[i]` are its prompt; a token below 0 is not counted.
-    """
-    for slot, row, start, end, prompt in zip(*(x.tolist() for x in (slots, rows, starts, ends, prompts)), strict=True):
-        for position, token in enumerate(histories[row, start:end].tolist(), start):
-            if token < 0:
-                continue
-            if position >= prompt:
-                state.output_counts[slot, token] += 1
-            else:
-                state.in_prompt[slot, token // 32] |= torch.tensor(1 << token % 32).int()
+def count_tokens(counts: Tensor, new: NewTokens) -> None:
+    """Add new tokens to the counts of their slots, in place."""
+    counts.index_fill_(0, new.fresh, 0)
+    counts.view(-1).index_add_(0, new.slots * counts.shape[1] + new.token_ids, new.increments)
 
 
-def apply_penalties(logits: Tensor, state: PenaltyState, penalties: Penalties) -> None:
+def apply_penalties(logits: Tensor, counts: Tensor, penalties: Penalties) -> None:
     """Penalise, in place, the logits `[R, vocab_size]` float32 of tokens that prompt or output have.
 
     Positive ones are divided by the repetition penalty and others multiplied; then the frequency penalty is subtracted
     for each time that the output has the token, and the presence penalty if it has it at all.
     """
-    vocab_size = logits.shape[1]
-    token = torch.arange(vocab_size, device=logits.device)
-    counts, words = state.output_counts[penalties.slots], state.in_prompt[penalties.slots]
-    occurs = (words[:, token // 32] >> token % 32 & 1).bool() | (counts > 0)
+    known = counts[penalties.slots]
+    in_output = known & (IN_PROMPT - 1)
     repetition, presence, frequency = (x.unsqueeze(1) for x in penalties[2:])
     scores = logits[penalties.rows]
     penalised = torch.where(scores > 0, scores / repetition, scores * repetition)
-    penalised -= frequency * counts + presence * (counts > 0)
-    logits[penalties.rows] = torch.where(occurs, penalised, scores)
+    penalised -= frequency * in_output + presence * (in_output > 0)
+    logits[penalties.rows] = torch.where(known > 0, penalised, scores)
 
 
-def score_floors(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def draw(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
+) -> Tensor:
+    """Draw a token for each row, as `kernels.reference.gumbel_argmax`, of those that the limits keep: `[R]` int64."""
+    if limits is None:
+        return gumbel_argmax(logits, temperatures, seeds, positions)
+    floors = score_floors(logits, temperatures, limits)
+    return gumbel_argmax_above(logits, temperatures, seeds, positions, floors)
+
+
+def score_floors(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tensor:
     """Return the smallest score that each row keeps, `[R]` float32; -inf where it keeps all.
 
-    A score is what `kernels.reference.gumbel_argmax` adds noise to. top_k `[R]` int64, 0 or the vocabulary's size where
-    it is off; top_p and min_p `[R]` float32, off at 1 and 0. Of a row whose largest is not finite, it may be anything.
+    A score is what `kernels.reference.gumbel_argmax` adds noise to. Of a row whose largest is not finite, the floor may
+    be anything.
     """
+    top_k, top_p, min_p = limits
     scores = _scores(logits, temperatures)
     vocab_size = scores.shape[1]
     in_order = scores.sort(dim=-1, descending=True).values
@@ -114,25 +141,20 @@ def _scores(logits: Tensor, temperatures: Tensor) -> Tensor:
     return (wide - wide.amax(dim=-1, keepdim=True)) / temperatures.unsqueeze(1)
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of one token of each row, float32, and its rank, int64: `[R]` each.
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
+    """Return the log-probability and the rank of one token of each row, and the `num_top` likeliest of the row.
 
-    logits `[R, vocab_size]`; token_ids `[R]` int64. The rank is 1 plus the number of tokens that are likelier.
+    logits `[R, vocab_size]`; token_ids `[R]` int64.
     """
     log_probs = logits.float().log_softmax(dim=-1)
     chosen = log_probs.gather(1, token_ids.unsqueeze(1))
-    return chosen.squeeze(1), (log_probs > chosen).sum(dim=-1) + 1
-
-
-def top_logprobs(logits: Tensor, count: int) -> Likeliest:
-    """Return the `count` tokens of each row, or all if there are fewer, whose log-probabilities are the largest.
-
-    logits `[R, vocab_size]`.
-    """
-    return likeliest(logits.float().log_softmax(dim=-1), count)
+    return LogprobTensors(chosen.squeeze(1), (log_probs > chosen).sum(dim=-1) + 1, *likeliest(log_probs, num_top))
 
 
 def likeliest(scores: Tensor, count: int) -> Likeliest:
-    """Return the `count` tokens of each row of scores, `[R, vocab_size]`, or all if there are fewer, that have most."""
-    values, token_ids = scores.float().sort(dim=-1, descending=True, stable=True)
-    return Likeliest(token_ids[:, :count], values[:, :count])
+    """Return the `count` tokens of each row that have the largest scores, `[R, vocab_size]` float32, or all of them.
+
+    Of a row with a NaN they may be any.
+    """
+    values, token_ids = scores.sort(dim=-1, descending=True, stable=True)
+    return Likeliest(values[:, :count], token_ids[:, :count])

@@ -5,12 +5,12 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.device import Device
 from engine.plan import PlanRow
-from engine.sampling.logprobs import TokenLogprobs, compute_logprobs, read_logprobs
+from engine.sampling.logprobs import TokenLogprobs, read_logprobs
+from kernels.ops import LogprobTensors, kernels_for
 
 # The logits of a chunk of a prompt, all at once, would take more memory than the model's own work.
 _ROWS_AT_ONCE = 1024
@@ -67,22 +67,23 @@ def compute_prompt_logprobs(
 
     `logits` makes `[n, vocab_size]` of n states.
     """
-    tensors: list[Tensor] = []
+    kernels, tensors = kernels_for(hidden.device), list[Tensor]()
     for chunk in wanted.chunks:
         places, token_ids = device.upload(np.array(wanted.places[chunk]), np.array(wanted.token_ids[chunk]))
-        log_probs = torch.log_softmax(logits(hidden[places]).float(), dim=-1)
-        tensors += compute_logprobs(log_probs, token_ids, max(wanted.num_top[chunk]))
+        tensors += kernels.token_logprobs(logits(hidden[places]), token_ids, max(wanted.num_top[chunk]))
     return tensors
 
 
 def read_prompt_logprobs(wanted: PromptTokens, arrays: Sequence[np.ndarray]) -> dict[int, tuple[TokenLogprobs, ...]]:
     """The entries by row of the plan."""
-    remaining = iter(arrays)
+    remaining, num_arrays = iter(arrays), len(LogprobTensors._fields)
     entries = iter(
         [
             entry
             for chunk in wanted.chunks
-            for entry in read_logprobs(wanted.token_ids[chunk], wanted.num_top[chunk], list(islice(remaining, 4)))
+            for entry in read_logprobs(
+                wanted.token_ids[chunk], wanted.num_top[chunk], list(islice(remaining, num_arrays))
+            )
         ]
     )
     return {index: tuple(islice(entries, length)) for index, length in wanted.lengths.items()}

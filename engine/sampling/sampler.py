@@ -31,13 +31,9 @@ from torch import Tensor
 from engine.batch import SamplingBatch
 from engine.device import Device
 from engine.plan import Sampled
-from engine.sampling.logprobs import LogprobTensors, compute_logprobs, likeliest, read_logprobs
+from engine.sampling.logprobs import read_logprobs
 from engine.sampling.token_rules import apply_edits
-from kernels.bitmask import apply_token_bitmask
-from kernels.ops import kernels_for
-
-# Nearly always the tokens that reach top_p are among so many; sorting the whole vocabulary is for the other rows.
-_TOP_P_CANDIDATES = 1024
+from kernels.ops import Likeliest, Limits, LogprobTensors, kernels_for
 
 
 class Draws(NamedTuple):
@@ -47,13 +43,13 @@ class Draws(NamedTuple):
         token_ids: `[R]` int64; of a row without a token, any of the vocabulary.
         best: `[R]` float32, the largest logit. There is no token where it is NaN or infinite.
         logprobs: Of the rows that want them, in order; None if none does.
-        candidates: Of the rows of beam search, in order: log-probabilities and token ids, the likeliest first.
+        candidates: Of the rows of beam search, in order, with their log-probabilities; None if there are none.
     """
 
     token_ids: Tensor
     best: Tensor
     logprobs: LogprobTensors | None
-    candidates: tuple[Tensor, Tensor] | None
+    candidates: Likeliest | None
 
     def tensors(self) -> list[Tensor]:
         """All of them, in the order in which `read_draws` takes them."""
@@ -65,32 +61,32 @@ def sample(logits: Tensor, batch: SamplingBatch, device: Device) -> Draws:
 
     The host never waits for the device: what branches depend on is in the lists of `batch`.
     """
-    log_probs = None
+    kernels = kernels_for(logits.device)
     if batch.num_logprobs:
         wanted = _rows(device, batch.num_logprobs)
-        log_probs = torch.log_softmax(logits[wanted].float(), dim=-1)
+        unedited = logits[wanted]
     if batch.num_candidates or batch.grammar or batch.edits:
         logits = logits.float()
     if batch.num_candidates:
         beams = _rows(device, batch.num_candidates)
         logits[beams] = torch.log_softmax(logits[beams], dim=-1)
     if batch.grammar:
-        apply_token_bitmask(logits, batch.grammar.bitmask, batch.grammar.rows)
+        kernels.apply_token_bitmask(logits, batch.grammar.bitmask, batch.grammar.rows)
     if batch.edits:
         apply_edits(logits, batch.edits)
-    best, token_ids = kernels_for(logits.device).largest(logits)
+    best, token_ids = kernels.largest(logits)
     random_rows = [row for row, temperature in enumerate(batch.temperature) if temperature > 0]
     if len(random_rows) == len(batch.temperature):
-        token_ids = _sample_random(logits, batch, device)
+        token_ids = _sample_random(logits, random_rows, batch, device)
     elif random_rows:
         places = _rows(device, random_rows)
-        token_ids[places] = _sample_random(logits[places], _select(batch, random_rows), device)
-    return Draws(
-        token_ids,
-        best,
-        None if log_probs is None else compute_logprobs(log_probs, token_ids[wanted], max(batch.num_logprobs.values())),
-        likeliest(logits[beams], max(batch.num_candidates.values())) if batch.num_candidates else None,
-    )
+        token_ids[places] = _sample_random(logits[places], random_rows, batch, device)
+    logprobs = candidates = None
+    if batch.num_logprobs:
+        logprobs = kernels.token_logprobs(unedited, token_ids[wanted], max(batch.num_logprobs.values()))
+    if batch.num_candidates:
+        candidates = kernels.likeliest(logits[beams], max(batch.num_candidates.values()))
+    return Draws(token_ids, best, logprobs, candidates)
 
 
 def read_draws(batch: SamplingBatch, arrays: Sequence[np.ndarray]) -> list[Sampled]:
@@ -119,90 +115,25 @@ def _rows(device: Device, rows: Iterable[int]) -> Tensor:
     return places
 
 
-def _sample_random(logits: Tensor, batch: SamplingBatch, device: Device) -> Tensor:
-    """Stages 6 to 10 for rows of logits; returns token ids `[R]`."""
+def _sample_random(logits: Tensor, rows: Sequence[int], batch: SamplingBatch, device: Device) -> Tensor:
+    """Stages 6 to 10 for logits `[n, vocab_size]` of these rows of the batch; returns token ids `[n]`."""
     limits = torch.finfo(torch.float32)
     # An infinite temperature would take to NaN what is -inf.
-    temperatures = np.clip(np.array(batch.temperature), limits.tiny, limits.max).astype(np.float32)
-    vocab_size = logits.shape[-1]
-    restricted = [
-        row
-        for row, (k, p, min_p) in enumerate(zip(batch.top_k, batch.top_p, batch.min_p, strict=True))
-        if 0 < k < vocab_size or p < 1 or min_p > 0
+    temperatures = np.clip([batch.temperature[row] for row in rows], limits.tiny, limits.max).astype(np.float32)
+    columns = [
+        temperatures,
+        np.array([batch.seeds[row] for row in rows], dtype=np.int64),
+        np.array([batch.positions[row] for row in rows], dtype=np.int64),
     ]
-    if restricted:
-        logits = logits.float()
-        rows, divisors = device.upload(np.array(restricted), temperatures[restricted])
-        logits[rows] = _restrict(logits[rows], divisors, _select(batch, restricted), device)
-        temperatures[restricted] = 1
-    divisors, seeds, positions = device.upload(
-        temperatures, np.array(batch.seeds, dtype=np.int64), np.array(batch.positions, dtype=np.int64)
-    )
-    return kernels_for(logits.device).gumbel_argmax(logits, divisors, seeds, positions)
+    if any(_is_limited(batch, row, logits.shape[1]) for row in rows):
+        columns += [
+            np.array([batch.top_k[row] for row in rows], dtype=np.int64),
+            np.array([batch.top_p[row] for row in rows], dtype=np.float32),
+            np.array([batch.min_p[row] for row in rows], dtype=np.float32),
+        ]
+    divisors, seeds, positions, *kept = device.upload(*columns)
+    return kernels_for(logits.device).draw(logits, divisors, seeds, positions, Limits(*kept) if kept else None)
 
 
-def _restrict(logits: Tensor, temperatures: Tensor, batch: SamplingBatch, device: Device) -> Tensor:
-    """Return the logits, each less its row's largest, over the temperature, and -inf where stages 7 to 9 drop it."""
-    # With the largest at 0, a temperature near 0 takes all others to -inf, and none to NaN.
-    scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
-    if limits := {row: k for row, k in enumerate(batch.top_k) if 0 < k < scores.shape[-1]}:
-        rows, k = device.upload(np.array(list(limits)), np.array(list(limits.values())))
-        _keep_from(scores, rows, top_k_floor(scores[rows], k, max(limits.values())))
-    if shares := {row: p for row, p in enumerate(batch.top_p) if p < 1}:
-        rows, p = device.upload(np.array(list(shares)), np.array(list(shares.values()), dtype=np.float32))
-        # To look whether few candidates would do is to wait for the device.
-        find_floor = top_p_floor if scores.device.type == "cpu" else top_p_floor_by_sorting
-        _keep_from(scores, rows, find_floor(scores[rows], p))
-    if shares := {row: p for row, p in enumerate(batch.min_p) if p > 0}:
-        rows, p = device.upload(np.array(list(shares)), np.array(list(shares.values()), dtype=np.float32))
-        _keep_from(scores, rows, p.log())
-    return scores
-
-
-def top_k_floor(scores: Tensor, k: Tensor, max_k: int) -> Tensor:
-    """Return the `k`-th largest score of each row, `[R]`; `k` is `[R]` int64, from 1 to `max_k`."""
-    largest = scores.topk(max_k, dim=-1).values
-    return largest.gather(1, k[:, None] - 1).squeeze(1)
-
-
-def top_p_floor(scores: Tensor, p: Tensor) -> Tensor:
-    """Return, for each row, the smallest score among the likeliest whose probabilities reach `p` `[R]`."""
-    candidates = scores.topk(min(_TOP_P_CANDIDATES, scores.shape[-1]), dim=-1).values
-    log_total = scores.logsumexp(dim=-1, keepdim=True)
-    floor, reached = _floor_in_sorted(candidates, log_total, p)
-    if not bool(reached.all()):
-        rest = ~reached
-        everything = scores[rest].sort(dim=-1, descending=True).values
-        floor[rest], _ = _floor_in_sorted(everything, log_total[rest], p[rest])
-    return floor
-
-
-def top_p_floor_by_sorting(scores: Tensor, p: Tensor) -> Tensor:
-    """What `top_p_floor` returns, from the whole of each row."""
-    everything = scores.sort(dim=-1, descending=True).values
-    return _floor_in_sorted(everything, scores.logsumexp(dim=-1, keepdim=True), p)[0]
-
-
-def _floor_in_sorted(scores: Tensor, log_total: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """The floor in rows sorted in descending order, and whether the row's probabilities reach `p` at all."""
-    probabilities = (scores - log_total).exp_()
-    reach = probabilities.cumsum(dim=-1)
-    # A token is kept if those before it do not reach p; the first always is.
-    kept = (reach - probabilities < p[:, None]).sum(dim=-1).clamp_(min=1)
-    return scores.gather(1, kept[:, None] - 1).squeeze(1), reach[:, -1] >= p
-
-
-def _keep_from(scores: Tensor, rows: Tensor, floor: Tensor) -> None:
-    kept = scores[rows]
-    scores[rows] = kept.masked_fill_(kept < floor[:, None], -math.inf)
-
-
-def _select(batch: SamplingBatch, rows: list[int]) -> SamplingBatch:
-    return SamplingBatch(
-        temperature=[batch.temperature[row] for row in rows],
-        top_k=[batch.top_k[row] for row in rows],
-        top_p=[batch.top_p[row] for row in rows],
-        min_p=[batch.min_p[row] for row in rows],
-        seeds=[batch.seeds[row] for row in rows],
-        positions=[batch.positions[row] for row in rows],
-    )
+def _is_limited(batch: SamplingBatch, row: int, vocab_size: int) -> bool:
+    return 0 < batch.top_k[row] < vocab_size or batch.top_p[row] < 1 or batch.min_p[row] > 0

@@ -1,7 +1,7 @@
 """What requests say of single tokens: biases, penalties, and what must not be generated at all.
 
 A request's rules are compiled once, and for each step they become flat lists of places in the logits, those of all rows
-together: a row without rules costs nothing, a row with penalties as much as it has different tokens.
+together: a row without rules costs nothing. Penalties, which depend on all tokens so far, are in `penalties`.
 """
 
 import math
@@ -9,56 +9,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.device import Device
 from engine.sampling.params import SamplingParams
+from engine.sampling.penalties import PenaltyEdit, PenaltyRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine.sequence import Sequence
-
-
-class TokenCounts:
-    """The different tokens of a growing sequence, and how often each occurs in its output."""
-
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_counted = 0
-        self._places: dict[int, int] = {}
-        # Nothing is allocated before the first token is counted, which in most sequences none ever is.
-        self._token_ids = np.empty(0, dtype=np.int64)
-        self._counts = np.empty(0, dtype=np.float32)
-
-    def update(self, token_ids: list[int]) -> None:
-        """Count what `token_ids`, prompt and output together, has more than at the last call."""
-        for position in range(self._num_counted, len(token_ids)):
-            place = self._place_of(token_ids[position])
-            if position >= self._num_prompt_tokens:
-                self._counts[place] += 1
-        self._num_counted = len(token_ids)
-
-    def _place_of(self, token_id: int) -> int:
-        place = self._places.get(token_id)
-        if place is None:
-            place = self._places[token_id] = len(self._places)
-            if place == len(self._counts):
-                self._token_ids = np.resize(self._token_ids, max(64, 2 * place))
-                self._counts = np.resize(self._counts, max(64, 2 * place))
-            self._token_ids[place], self._counts[place] = token_id, 0
-        return place
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """The different tokens of prompt and output, `[n]` int64, in order of appearance."""
-        return self._token_ids[: len(self._places)]
-
-    @property
-    def output_counts(self) -> np.ndarray:
-        """How often each of `token_ids` occurs in the output, `[n]` float32; 0 for those of the prompt alone."""
-        return self._counts[: len(self._places)]
 
 
 class TokenRules:
@@ -72,14 +32,11 @@ class TokenRules:
         allowed = params.allowed_token_ids
         self.allowed_token_ids = None if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
 
-    def penalties(self, sequence: "Sequence") -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Token ids, the repetition penalty of each and what to subtract from each; None without penalties."""
+    @property
+    def penalises(self) -> bool:
+        """Whether the request has penalties, see `engine.sampling.penalties`."""
         params = self._params
-        if params.repetition_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0:
-            return None
-        token_ids, counts = sequence.token_counts.token_ids, sequence.token_counts.output_counts
-        subtracted = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        return token_ids, np.full(len(token_ids), params.repetition_penalty, np.float32), subtracted.astype(np.float32)
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
     def banned_token_ids(self, sequence: "Sequence") -> list[int]:
         """What would end the sequence before its `min_tokens`, and what would complete a bad word."""
@@ -131,13 +88,13 @@ class LogitEdits(NamedTuple):
 
     biases: Edit | None  # added
     allowed: Allowed | None
-    penalties: Edit | None  # the repetition penalty, and what is subtracted
+    penalties: PenaltyEdit | None
     banned: Edit | None  # ruled out
 
 
-def logit_edits(sequences: "list[Sequence]", device: Device) -> LogitEdits | None:
+def logit_edits(sequences: "list[Sequence]", device: Device, penalty_rows: PenaltyRows) -> LogitEdits | None:
     """Collect the edits of a step whose rows of logits continue `sequences`; None if there are none."""
-    biases, allowed, penalties, banned = [], [], [], []
+    biases, allowed, banned = [], [], []
     for row, sequence in enumerate(sequences):
         rules = sequence.request.token_rules
         if rules is None:
@@ -146,16 +103,15 @@ def logit_edits(sequences: "list[Sequence]", device: Device) -> LogitEdits | Non
             biases.append((row, rules.bias_token_ids, rules.biases))
         if rules.allowed_token_ids is not None:
             allowed.append((row, rules.allowed_token_ids))
-        if penalty := rules.penalties(sequence):
-            penalties.append((row, *penalty))
         if token_ids := rules.banned_token_ids(sequence):
             banned.append((row, np.array(token_ids, dtype=np.int64)))
+    penalties = penalty_rows.edit(sequences, device)
     if not (biases or allowed or penalties or banned):
         return None
     return LogitEdits(
         biases=_edit(biases, device) if biases else None,
         allowed=_allowed(allowed, device) if allowed else None,
-        penalties=_edit(penalties, device) if penalties else None,
+        penalties=penalties,
         banned=_edit(banned, device) if banned else None,
     )
 
@@ -184,10 +140,7 @@ def apply_edits(logits: Tensor, edits: LogitEdits) -> None:
         logits[edits.allowed.rows] = -math.inf
         logits[rows, token_ids] = kept
     if edits.penalties:
-        rows, token_ids, (repetition, subtracted) = edits.penalties
-        scores = logits[rows, token_ids]
-        scores = torch.where(scores > 0, scores / repetition, scores * repetition)
-        logits[rows, token_ids] = scores - subtracted
+        edits.penalties.apply(logits)
     if edits.banned:
         rows, token_ids, _ = edits.banned
         logits[rows, token_ids] = -math.inf

@@ -6,7 +6,23 @@ from kernels import int8, linear
 from kernels.experts import stack_experts
 from kernels.linear import ActivateAndMul, Activation, gate_up_packer, packers
 from kernels.ops import BlockMoves, GraphPlans, Kernels
-from kernels.triton import activations, attention, blocks, experts, fp8, kv, lora, norms, sampling, tiles, w4a16
+from kernels.triton import (
+    activations,
+    attention,
+    blocks,
+    experts,
+    floors,
+    fp8,
+    grammar,
+    kv,
+    logprobs,
+    lora,
+    norms,
+    penalties,
+    sampling,
+    tiles,
+    w4a16,
+)
 
 _ACTIVATIONS: Mapping[Activation, ActivateAndMul] = {
     "silu": activations.silu_and_mul,
@@ -48,5 +64,9 @@ def cuda_kernels(rest: Kernels, capability: tuple[int, int]) -> Kernels:
         int4=packers(w4a16.pack_int4_linear, _ACTIVATIONS),
         float8=packers(fp8.pack_float8_linear, _ACTIVATIONS) if has_float8 else None,
         largest=sampling.largest,
-        gumbel_argmax=sampling.gumbel_argmax,
+        draw=floors.draw,
+        apply_token_bitmask=grammar.apply_token_bitmask,
+        apply_penalties=penalties.apply_penalties,
+        token_logprobs=logprobs.token_logprobs,
+        likeliest=logprobs.likeliest,
     )

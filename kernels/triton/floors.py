@@ -1,4 +1,4 @@
-"""What top-k and top-p keep, without sorting: a search for the last token of each row that is kept.
+"""Draws of what top-k, top-p and min-p keep, without sorting: by a search for the last token of each row that is kept.
 
 A token's key is its distance to the row's largest logit, as the bits of a float that is not negative, which order as
 numbers do: the likeliest tokens have the smallest keys, the likeliest of all key 0. Whether the tokens up to a key are
@@ -16,15 +16,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.reference_sampling import Limits
 from kernels.triton.launch import Specialisation, launch_for
-from kernels.triton.sampling import largest_by_chunk, row_maximum
+from kernels.triton.sampling import gumbel_argmax, largest_by_chunk, row_maximum
 
 _INFINITY = tl.constexpr(0x7F800000)
 _BEYOND = tl.constexpr(0x7FFFFFFF)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def score_floors(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def draw(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, limits: Limits | None = None
+) -> Tensor:
+    """As `kernels.reference_sampling.draw`; each row of `logits` is contiguous."""
+    floors = None if limits is None else score_floors(logits, temperatures, limits)
+    return gumbel_argmax(logits, temperatures, seeds, positions, floors)
+
+
+def score_floors(logits: Tensor, temperatures: Tensor, limits: Limits) -> Tensor:
     """As `kernels.reference_sampling.score_floors`; each row of `logits` is contiguous."""
     num_rows, vocab_size = logits.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -35,9 +44,9 @@ def score_floors(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Ten
         logits,
         maxima,
         temperatures,
-        top_k,
-        top_p,
-        min_p.log(),
+        limits.top_k,
+        limits.top_p,
+        limits.min_p.log(),
         floors,
         logits.stride(0),
         vocab_size,

@@ -43,12 +43,12 @@ def token_bitmask_kernel(
     tl.store(pointer, float("-inf"), mask=ruled_out & (x == x))
 
 
-SPECIALISATIONS: tuple[Specialisation, ...] = tuple(
+SPECIALISATIONS: tuple[Specialisation, ...] = (
     Specialisation(
         token_bitmask_kernel,
         "token_bitmask",
         {
-            "logits_ptr": f"*{dtype}:16",
+            "logits_ptr": "*fp32:16",
             "bitmask_ptr": "*i32:16",
             "rows_ptr": "*i64:16",
             "logits_stride": "i32:16",
@@ -57,7 +57,5 @@ SPECIALISATIONS: tuple[Specialisation, ...] = tuple(
             "vocab_size": "i32:16",
         },
         hot=True,
-        variant=dtype,
-    )
-    for dtype in ("fp32", "bf16")
+    ),
 )

@@ -9,42 +9,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference_sampling import Likeliest
+from kernels.reference_sampling import Likeliest, LogprobTensors
 from kernels.triton.launch import Specialisation, launch_for
 
 _LOWEST = tl.constexpr(-(1 << 63))
 _ID_BITS = 0x7FFFFFFF
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTensors:
     """As `kernels.reference_sampling.token_logprobs`; each row of `logits` is contiguous."""
     num_rows, vocab_size = logits.shape
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    if num_rows == 0:
-        return logprobs, torch.empty(0, dtype=torch.int64, device=logits.device)
     maxima, sums = _softmax_by_chunk(logits)
     launch = launch_for("rank", logits.device)
     num_chunks = triton.cdiv(vocab_size, launch.meta["CHUNK"])
+    chosen = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     likelier = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
-    rank_kernel[(num_rows, num_chunks)](
-        logits,
-        maxima,
-        sums,
-        token_ids,
-        logprobs,
-        likelier,
-        logits.stride(0),
-        vocab_size,
-        maxima.shape[1],
-        SUMS=triton.next_power_of_2(maxima.shape[1]),
-        **launch.options,
-    )
-    return logprobs, likelier.sum(dim=-1) + 1
-
-
-def top_logprobs(logits: Tensor, count: int) -> Likeliest:
-    """As `kernels.reference_sampling.top_logprobs`; each row of `logits` is contiguous."""
-    return _likeliest(logits, count, *_softmax_by_chunk(logits))
+    if num_rows:
+        rank_kernel[(num_rows, num_chunks)](
+            logits,
+            maxima,
+            sums,
+            token_ids,
+            chosen,
+            likelier,
+            logits.stride(0),
+            vocab_size,
+            maxima.shape[1],
+            SUMS=triton.next_power_of_2(maxima.shape[1]),
+            **launch.options,
+        )
+    return LogprobTensors(chosen, likelier.sum(dim=-1) + 1, *_likeliest(logits, num_top, maxima, sums))
 
 
 def likeliest(scores: Tensor, count: int) -> Likeliest:
@@ -77,7 +71,7 @@ def _likeliest(scores: Tensor, count: int, maxima: Tensor | None, sums: Tensor |
     best = keys.topk(count, dim=-1).values
     ordered = (best >> 32).int()
     values = (ordered ^ (ordered >> 31 & 0x7FFFFFFF)).view(torch.float32)
-    return Likeliest(_ID_BITS - (best & _ID_BITS), values)
+    return Likeliest(values, _ID_BITS - (best & _ID_BITS))
 
 
 def _softmax_by_chunk(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +80,9 @@ def _softmax_by_chunk(logits: Tensor) -> tuple[Tensor, Tensor]:
     launch = launch_for("softmax_sums", logits.device)
     num_chunks = triton.cdiv(vocab_size, launch.meta["CHUNK"])
     maxima, sums = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=logits.device)
-    softmax_sums_kernel[(num_rows, num_chunks)](logits, maxima, sums, logits.stride(0), vocab_size, **launch.options)
+    if num_rows:
+        grid = (num_rows, num_chunks)
+        softmax_sums_kernel[grid](logits, maxima, sums, logits.stride(0), vocab_size, **launch.options)
     return maxima, sums
 
 

@@ -119,6 +119,6 @@ def overlapped(core, device):
     """The same engine, with its steps launched ahead on this device."""
     plain = core._loop._runner
     _, host = plain._caches.get(MoveKind.SWAP_OUT, (None, None))
-    runner = Runner(plain._model, plain._kv, device, host)
+    runner = Runner(plain._model, plain._kv, device, host, max_num_seqs=core.info.max_num_seqs)
     core._loop = OverlappedLoop(core.scheduler, runner, core.info.max_num_batched_tokens)
     return core

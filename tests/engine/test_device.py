@@ -8,6 +8,8 @@ from engine.batch import sampling_batch
 from engine.device import CpuDevice
 from engine.plan import PlanRow
 from engine.pooling.rows import sum_tokens
+from engine.row_slots import RowSlots
+from engine.sampling.penalties import PenaltyRows
 from engine.sampling.prompt_logprobs import compute_prompt_logprobs, wanted_tokens
 from engine.sampling.sampler import sample
 from engine.structured.grammar import GrammarMask
@@ -42,7 +44,7 @@ EVERYTHING = [
 def test_sampling_waits_for_nothing(params):
     device, rows = MetaDevice(), rows_of(*params)
     mask = GrammarMask(*device.upload(np.array([0]), np.zeros((1, 9), dtype=np.int32)))
-    batch = sampling_batch(rows, device)._replace(grammar=mask)
+    batch = sampling_batch(rows, device, PenaltyRows(RowSlots(len(rows))))._replace(grammar=mask)
     draws = sample(torch.empty(len(rows), VOCAB_SIZE, device=device.place), batch, device)
     assert draws.token_ids.shape == (len(rows),)
     assert {tensor.device.type for tensor in draws.tensors()} == {"meta"}

@@ -183,7 +183,7 @@ def test_a_decoder_replayed_from_graphs_gives_the_same_tokens(tmp_path):
             )
             assert decoder.capturable(kv)
             graphs = DecodeGraphs(decoder, kv, device, sizes=[4, 2, 1], max_model_len=limits.max_model_len)
-        core = toy_core(limits, runner=Runner(decoder, kv, device, graphs=graphs))
+        core = toy_core(limits, runner=Runner(decoder, kv, device, graphs=graphs, max_num_seqs=limits.max_num_seqs))
         core.add_requests(asks)
         outputs = {}
         while core.has_unfinished:

@@ -12,48 +12,43 @@ from engine import LLM, SamplingParams
 from engine.batch import SamplingBatch
 from engine.device import CpuDevice
 from engine.plan import PlanRow
-from engine.sampling.logprobs import compute_logprobs, first_of_equals, first_of_equals_on_cpu, likeliest
 from engine.sampling.prompt_logprobs import compute_prompt_logprobs, read_prompt_logprobs, wanted_tokens
 from engine.sampling.sampler import read_draws, sample
+from kernels import logprobs_cpu, reference_sampling
 from tests.engine.models_fixture import tiny_llama
 from tests.engine.toy import request
 
 # Of logits that are float32 sums in another order.
 TOLERANCE = 2e-5
 
+KERNELS = [reference_sampling, logprobs_cpu]
+
 # Few values, so that most are equal to others.
 rows_with_ties = st.lists(st.integers(-3, 3).map(float), min_size=12, max_size=12)
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows=st.lists(rows_with_ties, min_size=1, max_size=4), count=st.integers(0, 14))
-def test_the_likeliest_are_in_falling_order_and_of_equals_the_first(rows, count):
-    values, indices = likeliest(torch.tensor(rows), count)
+@given(
+    rows=st.lists(rows_with_ties, min_size=1, max_size=4), count=st.integers(0, 14), kernels=st.sampled_from(KERNELS)
+)
+def test_the_likeliest_are_in_falling_order_and_of_equals_the_first(rows, count, kernels):
+    values, indices = kernels.likeliest(torch.tensor(rows), count)
     for row, row_values, row_indices in zip(rows, values.tolist(), indices.tolist(), strict=True):
         expected = sorted(range(len(row)), key=lambda index: (-row[index], index))[:count]
         assert row_indices == expected
         assert row_values == [row[index] for index in expected]
 
 
-@settings(max_examples=100, deadline=None)
-@given(rows=st.lists(rows_with_ties, min_size=1, max_size=4), count=st.integers(1, 12), ruled_out=st.integers(0, 12))
-def test_without_waiting_for_the_device_the_same_are_chosen_of_equals(rows, count, ruled_out):
-    scores = torch.tensor(rows)
-    scores[0, :ruled_out] = -math.inf
-    values, indices = scores.topk(count, dim=-1)
-    chosen = [choose(scores, values[:, -1:], indices.clone()) for choose in (first_of_equals, first_of_equals_on_cpu)]
-    assert chosen[0].sort(dim=-1).values.tolist() == chosen[1].sort(dim=-1).values.tolist()
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_where_logits_are_no_numbers_the_choice_stays_within_the_vocabulary(kernels):
+    token_ids = kernels.likeliest(torch.full((1, 7), math.nan), 3).token_ids
+    assert {0 <= token_id < 7 for token_id in token_ids.flatten().tolist()} == {True}
 
 
-def test_where_logits_are_no_numbers_the_choice_stays_within_the_vocabulary():
-    scores = torch.full((1, 7), math.nan)
-    chosen = first_of_equals(scores, scores[:, :1], torch.zeros(1, 3, dtype=torch.int64))
-    assert {0 <= index < 7 for index in chosen.flatten().tolist()} == {True}
-
-
-def test_a_rank_counts_the_tokens_that_are_likelier_so_that_equals_share_it():
-    log_probs = torch.tensor([[-1.0, -2.0, -1.0, -3.0, -2.0]]).repeat(5, 1)
-    ranks = compute_logprobs(log_probs, torch.arange(5), 0).ranks.tolist()
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_rank_counts_the_tokens_that_are_likelier_so_that_equals_share_it(kernels):
+    logits = torch.tensor([[-1.0, -2.0, -1.0, -3.0, -2.0]]).repeat(5, 1)
+    ranks = kernels.token_logprobs(logits, torch.arange(5), 0).ranks.tolist()
     assert ranks == [1, 3, 1, 5, 3]
 
 

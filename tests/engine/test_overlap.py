@@ -142,7 +142,7 @@ def answers_alone():
         if (key := (index, repr(ask))) not in known:
             core = toy_core(
                 toy_limits(max_model_len=MAX_MODEL_LEN, num_kv_blocks=400, max_num_batched_tokens=64, max_num_seqs=9),
-                runner=toy_runner(toy_limits(num_kv_blocks=400), FragileToy()),
+                runner=toy_runner(toy_limits(num_kv_blocks=400, max_num_seqs=9), FragileToy()),
                 tokenizer=byte_tokenizer(),
                 pooling=PoolingIntake(
                     PoolingModel("embed", 1, "last", False), None, vocab_size=VOCAB_SIZE, max_length=MAX_MODEL_LEN

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from engine.batch import SamplingBatch
 from engine.device import CpuDevice
-from engine.sampling.sampler import _TOP_P_CANDIDATES, read_draws, top_k_floor, top_p_floor, top_p_floor_by_sorting
+from engine.sampling.sampler import read_draws
 from engine.sampling.sampler import sample as sample_rows
 from engine.sampling.token_rules import Allowed, Edit, LogitEdits
+from kernels.floors_cpu import _TOP_P_CANDIDATES, top_k_floor, top_p_floor
 
 
 def draw(logits, batch):
@@ -201,12 +202,11 @@ def everywhere(rows, token_ids):
     return torch.arange(rows).repeat_interleave(len(token_ids)), torch.tensor(token_ids * rows)
 
 
-@pytest.mark.parametrize("find_floor", [top_p_floor, top_p_floor_by_sorting])
-def test_top_p_beyond_the_candidates_sorts_the_whole_row(find_floor):
+def test_top_p_beyond_the_candidates_sorts_the_whole_row():
     vocab = 3 * _TOP_P_CANDIDATES
     flat = torch.linspace(0, 0.001, vocab)
     peaked = torch.full((vocab,), -50.0).index_fill_(0, torch.tensor([5]), 0.0)
-    floor = find_floor(torch.stack([flat, peaked]), torch.tensor([0.9, 0.9]))
+    floor = top_p_floor(torch.stack([flat, peaked]), torch.tensor([0.9, 0.9]))
     kept = (torch.stack([flat, peaked]) >= floor[:, None]).sum(-1).tolist()
     assert kept[0] == pytest.approx(0.9 * vocab, abs=3)
     assert kept[1] == 1
@@ -214,4 +214,4 @@ def test_top_p_beyond_the_candidates_sorts_the_whole_row(find_floor):
 
 def test_top_k_floor_differs_by_row():
     scores = torch.tensor([[4.0, 1.0, 3.0, 2.0], [4.0, 1.0, 3.0, 2.0]])
-    assert top_k_floor(scores, torch.tensor([1, 3]), 3).tolist() == [4.0, 2.0]
+    assert top_k_floor(scores, torch.tensor([1, 3])).tolist() == [4.0, 2.0]

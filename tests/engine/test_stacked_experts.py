@@ -56,7 +56,8 @@ def answers(loaded: LoadedModel, *, device: LateDevice | None = None) -> dict[in
     graphs = None
     if device:
         graphs = DecodeGraphs(loaded.decoder, kv, device, sizes=[4, 2, 1], max_model_len=limits.max_model_len)
-    core = toy_core(limits, runner=Runner(loaded.decoder, kv, device or LateDevice(), graphs=graphs))
+    runner = Runner(loaded.decoder, kv, device or LateDevice(), graphs=graphs, max_num_seqs=limits.max_num_seqs)
+    core = toy_core(limits, runner=runner)
     core.add_requests(
         NewRequest(
             n,

@@ -17,8 +17,10 @@ from transformers import (
 from engine.device import CpuDevice
 from engine.errors import RequestError
 from engine.request import Request
+from engine.row_slots import RowSlots
 from engine.sampling.params import SamplingParams
-from engine.sampling.token_rules import TokenCounts, apply_edits, encode_bad_words, logit_edits
+from engine.sampling.penalties import PenaltyRows
+from engine.sampling.token_rules import apply_edits, encode_bad_words, logit_edits
 from tests.engine.models_fixture import byte_tokenizer
 from tests.engine.toy import EOS, VOCAB_SIZE
 
@@ -36,7 +38,7 @@ def sequence_of(prompt, output, *, bad_words=(), **params):
 
 def edited(logits, *sequences):
     logits = logits.clone()
-    if edits := logit_edits(list(sequences), CPU):
+    if edits := logit_edits(list(sequences), CPU, PenaltyRows(RowSlots(len(sequences)))):
         apply_edits(logits, edits)
     return logits
 
@@ -46,16 +48,6 @@ def random_logits(rows, seed=0):
 
 
 tokens = st.lists(st.integers(0, 200), max_size=300)
-
-
-@given(prompt=tokens, output=tokens, cuts=st.lists(st.integers(0, 600), max_size=5))
-def test_counts_are_the_same_however_often_they_are_brought_up_to_date(prompt, output, cuts):
-    counts = TokenCounts(len(prompt))
-    for cut in sorted(cuts):
-        counts.update((prompt + output)[:cut])
-    counts.update(prompt + output)
-    expected = dict.fromkeys(prompt, 0) | Counter(output)
-    assert dict(zip(counts.token_ids.tolist(), counts.output_counts.tolist(), strict=True)) == expected
 
 
 @settings(max_examples=30, deadline=None)
@@ -158,17 +150,7 @@ def test_each_row_has_its_own_rules_and_plain_rows_none():
 def test_requests_without_rules_have_nothing_to_collect():
     plain = sequence_of([1, 2], [3], temperature=0.7, top_p=0.5, stop_token_ids=[3])
     assert plain.request.token_rules is None
-    assert logit_edits([plain, plain], CPU) is None
-
-
-def test_a_fork_counts_for_itself():
-    parent = sequence_of([1], [2, 2], frequency_penalty=1.0)
-    parent.token_counts.update(parent.token_ids)
-    child = parent.fork(1, 0)
-    child.token_ids.append(3)
-    parent.token_ids.append(2)
-    logits = torch.zeros(2, VOCAB_SIZE)
-    assert edited(logits, parent, child)[:, :4].tolist() == [[0, 0, -3, 0], [0, 0, -2, -1]]
+    assert logit_edits([plain, plain], CPU, PenaltyRows(RowSlots(2))) is None
 
 
 def test_bad_words_are_encoded_with_a_space_before_them_and_without():

@@ -174,7 +174,7 @@ def toy_runner(
     if graphs:
         sizes = graph_sizes(limits.max_num_seqs)
         captured = DecodeGraphs(model, kv, device, adapters, sizes=sizes, max_model_len=limits.max_model_len)
-    return Runner(model, kv, device, host, captured, adapters)
+    return Runner(model, kv, device, host, captured, adapters, max_num_seqs=limits.max_num_seqs)
 
 
 def run_step(scheduler: Scheduler, runner: Runner, token_budget: int | None = None) -> list[Request]:

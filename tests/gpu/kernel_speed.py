@@ -15,7 +15,7 @@ from kernels import reference_quantized
 from kernels.cache import KVCache, allocate_kv_cache
 from kernels.experts import StackedExperts
 from kernels.reference import QueryKeyNorms
-from kernels.reference_sampling import Penalties, allocate_penalties
+from kernels.reference_sampling import Limits, Penalties
 from kernels.triton import activations, attention, experts, floors, fp8, kv, logprobs, norms, penalties, sampling, w4a16
 from tests.gpu.cases import Case, Found, Setting
 from tests.gpu.numbers import wants_float8
@@ -211,25 +211,26 @@ def _sampler(setting: Setting) -> Iterator[Case]:
     def measure_floors() -> Found:
         scores, heat = logits(), torch.full((rows,), 0.6, device=_CUDA)
         top_k = torch.full((rows,), 50, device=_CUDA)
-        top_p, min_p = torch.full((rows,), 0.9, device=_CUDA), torch.zeros(rows, device=_CUDA)
-        return _moved(scores.nbytes, seconds_of(lambda: floors.score_floors(scores, heat, top_k, top_p, min_p)))
+        limits = Limits(top_k, torch.full((rows,), 0.9, device=_CUDA), torch.zeros(rows, device=_CUDA))
+        return _moved(scores.nbytes, seconds_of(lambda: floors.score_floors(scores, heat, limits)))
 
     def measure_logprobs() -> Found:
         scores = logits()
-        return _moved(scores.nbytes, seconds_of(lambda: logprobs.top_logprobs(scores, 20)))
+        token_ids = torch.zeros(rows, dtype=torch.int64, device=_CUDA)
+        return _moved(scores.nbytes, seconds_of(lambda: logprobs.token_logprobs(scores, token_ids, 20)))
 
     def measure_penalties() -> Found:
-        scores, state = logits(), allocate_penalties(rows, _VOCABULARY, _CUDA)
+        scores, counts = logits(), torch.zeros(rows, _VOCABULARY, dtype=torch.int32, device=_CUDA)
         order, factor = torch.arange(rows, device=_CUDA), torch.ones(rows, device=_CUDA)
         asked = Penalties(order, order, factor, factor, factor)
-        moved = 2 * scores.nbytes + state.output_counts.nbytes + state.in_prompt.nbytes
-        return _moved(moved, seconds_of(lambda: penalties.apply_penalties(scores, state, asked)))
+        moved = 2 * scores.nbytes + counts.nbytes
+        return _moved(moved, seconds_of(lambda: penalties.apply_penalties(scores, counts, asked)))
 
     named = {
         "largest": measure_largest,
         "gumbel_argmax": measure_draw,
         "score_floors, top-k 50 and top-p 0.9": measure_floors,
-        "top_logprobs, 20": measure_logprobs,
+        "token_logprobs, 20 likeliest": measure_logprobs,
         "apply_penalties": measure_penalties,
     }
     for name, measure in named.items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import bitmask, reference, reference_sampling
-from kernels.reference_sampling import Penalties, PenaltyState, allocate_penalties
+from kernels.reference_sampling import IN_PROMPT, Limits, Penalties
 from kernels.triton import floors, grammar, logprobs, penalties, sampling
 from tests.gpu.cases import Setting, close, equal
 from tests.gpu.numbers import Check, dtypes, randn, short
@@ -48,19 +48,18 @@ def _draws(setting: Setting) -> Iterator[tuple[str, Check]]:
 
     def check_floors(rows: int, size: int) -> None:
         logits, heat = randn(setting, rows, size, dtype=torch.float32, scale=3), temperatures(rows)
-        limits = (
+        limits = Limits(
             (torch.randint(0, min(size, 200), (rows,)) * (torch.rand(rows) < 0.7)).to(device),
             torch.where(torch.rand(rows) < 0.7, torch.rand(rows) * 0.98 + 0.01, 1.0).to(device),
             (torch.rand(rows) * 0.05 * (torch.rand(rows) < 0.5)).to(device),
         )
-        got = floors.score_floors(logits, heat, *limits)
-        top_k, top_p, min_p = limits
+        got = floors.score_floors(logits, heat, limits)
         wide = (logits - logits.amax(-1, keepdim=True)) / heat.unsqueeze(1)
         kept = (wide >= got.unsqueeze(1)).sum(-1)
         # Sums in another order may differ about the token at the edge, if with it the sum is p but for rounding.
         least, most = (
-            (wide >= reference_sampling.score_floors(logits, heat, top_k, top_p + nudge, min_p).unsqueeze(1)).sum(-1)
-            for nudge in (-1e-5, 1e-5)
+            (wide >= reference_sampling.score_floors(logits, heat, nudged).unsqueeze(1)).sum(-1)
+            for nudged in (limits._replace(top_p=limits.top_p + nudge) for nudge in (-1e-5, 1e-5))
         )
         outside = (kept < least) | (kept > most)
         assert not outside.any(), f"rows {outside.nonzero().flatten().tolist()} keep {kept[outside].tolist()} tokens"
@@ -88,15 +87,17 @@ def _logprobs(setting: Setting) -> Iterator[tuple[str, Check]]:
     def check(rows: int, size: int, dtype: torch.dtype) -> None:
         logits = randn(setting, rows, size, dtype=dtype, scale=5)
         token_ids = torch.randint(0, size, (rows,)).to(setting.device)
-        got, ranks = logprobs.token_logprobs(logits, token_ids)
+        got, ranks, top_values, top_token_ids = logprobs.token_logprobs(logits, token_ids, 20)
         exact = logits.double().log_softmax(-1)
         chosen = exact.gather(1, token_ids.unsqueeze(1))
         close(got.double(), chosen.squeeze(1), 1e-6, 1e-5)
         equal(ranks, (logits > logits.gather(1, token_ids.unsqueeze(1))).sum(-1) + 1)
-        top = logprobs.top_logprobs(logits, 20)
         order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :20]
-        equal(top.token_ids, order)
-        close(top.values.double(), exact.gather(1, order), 1e-6, 1e-5)
+        equal(top_token_ids, order)
+        close(top_values.double(), exact.gather(1, order), 1e-6, 1e-5)
+        found = logprobs.likeliest(logits, 20)
+        equal(found.token_ids, order)
+        equal(found.values, logits.float().gather(1, order))
 
     for rows, size in shapes:
         for dtype in dtypes(setting):
@@ -107,23 +108,16 @@ def _penalties(setting: Setting) -> Iterator[tuple[str, Check]]:
     device = setting.device
 
     def check(vocab_size: int) -> None:
-        state = allocate_penalties(6, vocab_size, device)
-        histories = torch.randint(-1, min(vocab_size, 40), (6, 300)).int().to(device)
+        in_prompt = torch.rand(6, vocab_size) < 0.3
+        in_output = torch.randint(-5, 4, (6, vocab_size)).clamp(min=0)
+        counts = (in_output + in_prompt * IN_PROMPT).int().to(device)
         slots, rows = torch.randperm(6)[:4].to(device), torch.randperm(6)[:4].to(device)
-        starts, ends, prompts = (
-            torch.tensor(x).to(device) for x in ([0, 5, 100, 7], [300, 290, 100, 8], [40, 0, 3, 300])
-        )
-        expected = PenaltyState(*(tensor.clone() for tensor in state))
-        penalties.count_tokens(state, slots, histories, rows, starts, ends, prompts)
-        reference_sampling.count_tokens(expected, slots, histories, rows, starts, ends, prompts)
-        for one, other in zip(state, expected, strict=True):
-            equal(one, other)
         logits = randn(setting, 6, vocab_size, dtype=torch.float32, scale=4)
         wanted = logits.clone()
         factors = ((torch.rand(4) * span + 0.1).to(device) for span in (2, 4, 4))
         asked = Penalties(rows, slots, *factors)
-        penalties.apply_penalties(logits, state, asked)
-        reference_sampling.apply_penalties(wanted, state, asked)
+        penalties.apply_penalties(logits, counts, asked)
+        reference_sampling.apply_penalties(wanted, counts, asked)
         close(logits, wanted, 1e-6, 1e-6)
 
     for vocab_size in (31, 2049) if setting.interpreted else (1, 31, 2049, 151_936):

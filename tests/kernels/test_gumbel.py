@@ -67,7 +67,7 @@ def test_adding_noise_to_logits_samples_their_softmax():
     assert ((shares - exact).abs() < 5 * (exact * (1 - exact) / rows).sqrt()).all()
 
 
-CPU = kernels_for(torch.device("cpu")).gumbel_argmax
+CPU = kernels_for(torch.device("cpu")).draw
 
 
 @settings(deadline=None, max_examples=200)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import reference_sampling
+from kernels.reference_sampling import Limits
 from kernels.triton.floors import score_floors
 
 VOCAB_SIZES = [1, 2, 63, 1000, 4096, 4099]
@@ -19,16 +20,20 @@ def _kept(logits: Tensor, temperatures: Tensor, floors: Tensor) -> Tensor:
     return (wide - wide.amax(dim=-1, keepdim=True)) / temperatures.unsqueeze(1) >= floors.unsqueeze(1)
 
 
-def _check(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def _check(logits: Tensor, temperatures: Tensor, *limits: Tensor) -> Tensor:
     """Compare floors, and return what is kept.
 
     Sums in another order may differ about the token with which the sum is p but for rounding: it may be kept or not.
     """
-    arguments = logits, temperatures, top_k, top_p, min_p
+    arguments = logits, temperatures, Limits(*limits)
     floors, expected = score_floors(*arguments), reference_sampling.score_floors(*arguments)
     for row in (floors != expected).nonzero().flatten().tolist():
-        one = [argument[row : row + 1] for argument in arguments]
-        nudged = [reference_sampling.score_floors(*one[:3], one[3] + nudge, one[4]) for nudge in (-1e-5, 1e-5)]
+        one = slice(row, row + 1)
+        top_k, top_p, min_p = (column[one] for column in limits)
+        nudged = [
+            reference_sampling.score_floors(logits[one], temperatures[one], Limits(top_k, top_p + nudge, min_p))
+            for nudge in (-1e-5, 1e-5)
+        ]
         assert floors[row] in nudged, row
     return _kept(logits, temperatures, floors)
 
@@ -57,7 +62,7 @@ def test_the_floor_is_that_of_the_definition(dtype, rows, vocab_size, seed, ties
 
 def test_rows_without_limits_keep_all():
     logits = torch.randn(2, 100)
-    floors = score_floors(logits, torch.ones(2), torch.tensor([0, 100]), torch.ones(2), torch.zeros(2))
+    floors = score_floors(logits, torch.ones(2), Limits(torch.tensor([0, 100]), torch.ones(2), torch.zeros(2)))
     assert floors.tolist() == [-math.inf, -math.inf]
 
 
@@ -91,14 +96,15 @@ def test_temperatures_at_the_end_of_their_range(temperature):
 
 def test_a_row_has_the_same_floor_alone_and_among_others():
     logits, temperatures = torch.randn(5, 4500), torch.linspace(0.5, 2, 5)
-    limits = torch.tensor([0, 50, 0, 7, 900]), torch.linspace(0.3, 0.99, 5), torch.zeros(5)
-    together = score_floors(logits, temperatures, *limits)
-    alone = [score_floors(logits[[row]], temperatures[[row]], *(x[[row]] for x in limits)) for row in range(5)]
+    limits = Limits(torch.tensor([0, 50, 0, 7, 900]), torch.linspace(0.3, 0.99, 5), torch.zeros(5))
+    together = score_floors(logits, temperatures, limits)
+    alone = [score_floors(logits[[row]], temperatures[[row]], Limits(*(x[[row]] for x in limits))) for row in range(5)]
     assert torch.equal(torch.cat(alone), together)
 
 
 def test_rows_that_are_not_finite_end():
     logits = torch.full((3, 200), -math.inf)
     logits[1, 7], logits[2, 100] = math.nan, math.inf
-    floors = score_floors(logits, torch.ones(3), torch.tensor([5] * 3), torch.tensor([0.9] * 3), torch.zeros(3))
+    limits = Limits(torch.tensor([5] * 3), torch.tensor([0.9] * 3), torch.zeros(3))
+    floors = score_floors(logits, torch.ones(3), limits)
     assert floors.shape == (3,)

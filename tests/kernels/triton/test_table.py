@@ -35,7 +35,7 @@ def test_a_gpu_gets_tritons_kernels(monkeypatch, capability):
     assert table.lora is lora.STACKED_LORA
     kernels = [kernel for kernel in table if kernel is not None]
     of_triton = [kernel for kernel in kernels if kernel.__module__.startswith("kernels.triton.")]
-    assert len(of_triton) == 15
+    assert len(of_triton) == 19
     linear = torch.nn.Linear(16, 64).half()
     gate_up = table.pack_gate_up(linear.weight.detach(), None, "gelu_tanh")
     x = torch.randn(3, 16).half()
