@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.graphs import DecodeGraphs, graph_sizes
 from engine.info import EngineInfo
 from engine.loader import LoadedEncoder, LoadedModel, load
+from engine.loader.packing import check_quantize
 from engine.loader.peft import AdapterTarget, PeftLoader, adapter_shapes, adapter_targets
 from engine.loop import OverlappedLoop, PlainLoop
 from engine.lora import LoraAdapter, LoraCache
@@ -31,6 +32,14 @@ from kernels.ops import KVCache, allocate_kv_cache, kernels_for, kv_bytes_per_to
 CPU_BUDGETS = (96, 2048)
 CUDA_BUDGETS = (1024, 8192)
 _FLOAT8_CAPABILITY = (8, 9)
+# Options and their values that one kind of device has, and what the other has instead.
+_OF_ONE_DEVICE = (
+    ("kv_cache_dtype", "fp8", "cuda", "int8"),
+    ("kv_cache_dtype", "int8", "cpu", "fp8"),
+    ("quantize", "int8", "cpu", "fp8 or int4"),
+    ("quantize", "fp8", "cuda", "int8"),
+    ("quantize", "int4", "cuda", "int8"),
+)
 # How many batches of requests may overtake one that waits for a slot of its adapter: enough that a queue in which
 # adapters alternate does not run one request at a time.
 _OVERTAKING_BATCHES = 4
@@ -144,6 +153,8 @@ def _device(config: EngineConfig) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch finds no CUDA device here.")
     check_device(config, device.type)
+    if config.quantize and device.type == "cuda":
+        check_quantize(config.quantize, kernels_for(device))
     if config.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
         raise ConfigError(
             f"kv_cache_dtype fp8 needs a GPU that computes in 8-bit floating point, and "
@@ -159,18 +170,14 @@ def _device(config: EngineConfig) -> torch.device:
 
 def check_device(config: EngineConfig, device_type: str) -> None:
     """Raise `ConfigError` if `config` asks for what a `cpu` or `cuda` does not do."""
-    for kv_dtype, wanted, other in (("fp8", "cuda", "int8"), ("int8", "cpu", "fp8")):
-        if config.kv_cache_dtype == kv_dtype and device_type != wanted:
+    asked = {"kv_cache_dtype": config.kv_cache_dtype, "quantize": config.quantize}
+    for option, value, wanted, other in _OF_ONE_DEVICE:
+        if asked[option] == value and device_type != wanted:
             raise ConfigError(
-                f"kv_cache_dtype {kv_dtype} is for {'GPUs' if wanted == 'cuda' else 'CPUs'}, and the device is a "
+                f"{option} {value} is for {'GPUs' if wanted == 'cuda' else 'CPUs'}, and the device is a "
                 f"{'GPU' if device_type == 'cuda' else 'CPU'}.",
                 hint=f"Take {other}.",
             )
-    if config.quantize and device_type == "cuda":
-        raise ConfigError(
-            f"quantize {config.quantize} is for CPUs so far, and the device is a GPU.",
-            hint="Leave it out, or take a CPU.",
-        )
 
 
 def _adapter_targets(config: EngineConfig, loaded: LoadedModel) -> dict[str, AdapterTarget]:

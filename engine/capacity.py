@@ -7,18 +7,23 @@ from pathlib import Path
 import torch
 
 from engine.build import CPU_BUDGETS, CUDA_BUDGETS, check_device
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantize
 from engine.errors import ConfigError, ModelNotSupported
 from engine.loader.encoder_config import is_encoder
 from engine.loader.gguf_config import read_gguf_config
 from engine.loader.gguf_file import GgufFile
 from engine.loader.hf_config import read_hf_config
 from engine.loader.locate import locate_model
+from engine.loader.packing import multiplies
 from engine.loader.peft import adapter_shapes, adapter_targets
-from engine.loader.sources import SafetensorsSource, TensorSource
+from engine.loader.quantization import folder_tensors
+from engine.loader.quantized import QuantizedTensors
+from engine.loader.sources import TensorSource
 from engine.memory import DEFAULT_GPU_UTILIZATION, kv_cache_dtype, size_kv_pool
 from engine.models.config import ModelConfig
-from kernels.ops import kv_bytes_per_token
+from kernels.ops import kernels_for, kv_bytes_per_token
+from kernels.quantize import int4_group_size
+from kernels.reference_quantized import FLOAT8_BLOCK
 from kernels.stacked_lora import padded_rank
 
 
@@ -51,12 +56,14 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
     except ModelNotSupported:
         return None
     dtype = model.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    weights = _weight_bytes(config, model, _elements(source), dtype)
+    device: torch.device | None = None
+    if gpu_memory is None:
+        device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+        gpu_memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else None
+    check_device(config, "cpu" if gpu_memory is None else "cuda")
+    weights = _weight_bytes(config, model, source, dtype) - _bytes_saved(source, dtype, device)
     kv_dtype = kv_cache_dtype(config, dtype)
     per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kv_dtype)
-    if gpu_memory is None and config.device != "cpu" and torch.cuda.is_available():
-        gpu_memory = torch.cuda.mem_get_info()[1]
-    check_device(config, "cpu" if gpu_memory is None else "cuda")
     max_num_seqs = config.max_num_seqs or (CPU_BUDGETS if gpu_memory is None else CUDA_BUDGETS)[0]
     longest = config.max_model_len or model.max_position_embeddings
     taken = weights + _adapter_bytes(config, model, dtype, stacked=gpu_memory is not None)
@@ -66,25 +73,47 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
 
 def _headers(path: Path) -> tuple[ModelConfig, TensorSource]:
     if path.is_dir():
-        return read_hf_config(path)[0], SafetensorsSource(path)
+        config, _ = read_hf_config(path)
+        return config, folder_tensors(path, config.dtype)
     file = GgufFile(path)
     return read_gguf_config(file)[0], file
 
 
-def _weight_bytes(config: EngineConfig, model: ModelConfig, elements: int, dtype: torch.dtype) -> int:
-    """Of weights once loaded; of quantised ones to a percent or two, which scales and norms are."""
-    if config.quantize is None:
-        return elements * dtype.itemsize
-    embedding = model.vocab_size * model.hidden_size
-    # Where head and embedding are one, the head is a quantised copy of it.
-    linears = elements if model.tie_word_embeddings else elements - embedding
-    return linears + embedding * dtype.itemsize
+def _weight_bytes(config: EngineConfig, model: ModelConfig, source: TensorSource, dtype: torch.dtype) -> int:
+    """Of weights once loaded; of quantised mixtures to a percent or two, which routers and biases are."""
+    embedding = (model.vocab_size, model.hidden_size)
+    total = 0
+    for name, shape in source.shapes.items():
+        # A byte of MXFP4 blocks becomes two values, and their scales are gone.
+        elements = math.prod(shape) * (2 if name.endswith("_blocks") else not name.endswith("_scales"))
+        in_features = shape[-1] if len(shape) == 2 else model.hidden_size
+        is_linear = len(shape) > 1 and shape != embedding
+        total += round(elements * _bytes_per_value(config.quantize if is_linear else None, in_features, dtype))
+    if config.quantize != "int8":
+        return total
+    # The head is quantised as well; where it and the embedding are one, it is a copy of it.
+    head = math.prod(embedding)
+    return total + (head if model.tie_word_embeddings else head - head * dtype.itemsize)
 
 
-def _elements(source: TensorSource) -> int:
-    """Of all weights as they are once loaded: a byte of MXFP4 blocks becomes two, and their scales are gone."""
-    sizes = {name: math.prod(shape) for name, shape in source.shapes.items()}
-    return sum(size * (2 if name.endswith("_blocks") else not name.endswith("_scales")) for name, size in sizes.items())
+def _bytes_per_value(quantize: Quantize | None, in_features: int, dtype: torch.dtype) -> float:
+    if quantize == "int4" and (group_size := int4_group_size(in_features)):
+        return 0.5 + (dtype.itemsize + 1) / group_size
+    if quantize == "fp8":
+        return 1 + torch.float32.itemsize / FLOAT8_BLOCK**2
+    return 1 if quantize == "int8" else dtype.itemsize
+
+
+def _bytes_saved(source: TensorSource, dtype: torch.dtype, device: torch.device | None) -> int:
+    """Return by how much less than dequantised the linears are that come quantised, and that the device keeps so.
+
+    `device` None is a GPU that has products of all of them.
+    """
+    if not isinstance(source, QuantizedTensors) or (device and device.type == "cpu"):
+        return 0
+    if not multiplies(source.layout.kind, dtype, kernels_for(device) if device else None):
+        return 0
+    return sum(math.prod(source.shapes[name]) * dtype.itemsize - size for name, size in source.quantized_bytes.items())
 
 
 def _adapter_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, *, stacked: bool) -> int:

@@ -13,7 +13,7 @@ MAX_LORA_RANK = 256
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ModelImpl = Literal["auto", "native", "transformers"]
-Quantize = Literal["int8"]
+Quantize = Literal["int8", "fp8", "int4"]
 KvCacheDtype = Literal["auto", "bfloat16", "float16", "int8", "fp8"]
 SchedulingPolicy = Literal["prefix", "fcfs"]
 
@@ -34,9 +34,12 @@ class EngineConfig:
         kv_cache_dtype: Of the KV cache alone; `auto`: that of the model. In 8 bits, `int8` on a CPU and `fp8` (E4M3) on
             a GPU, each token's head has a scale of its own, and the same memory holds almost twice the tokens of
             bfloat16. A model in float32 or float16 on a CPU meets a cache of bfloat16 or int8 in bfloat16.
-        quantize: `int8`: quantise the linears as the model is loaded, to 8-bit integers with a scale for each output,
-            and what they multiply token by token (W8A8). Embeddings, routers, norms and adapters keep their dtype.
-            For decoders on a CPU. None: as the checkpoint has them.
+        quantize: Quantise the linears of a decoder as it is loaded. Embeddings, routers, norms and adapters keep their
+            dtype. None: as the checkpoint has them. See `engine.loader.quantized` for checkpoints that come quantised.
+            `int8`, on a CPU: 8-bit integers with a scale for each output, and what they multiply token by token (W8A8);
+            the language head as well. `fp8`, on a GPU from sm_89 on: E4M3 with a scale for each block of 128 by 128,
+            and what they multiply in groups of 128 (W8A8). `int4`, on a GPU from sm_80 on: rounded to 16 levels in
+            groups of 128 inputs, of 64 or 32 where 128 does not divide them, and none where 32 does not (W4A16).
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         max_num_seqs: Row budget: most requests in one step.
         max_num_batched_tokens: Token budget: most tokens in one step, prefill and decode together.
@@ -101,7 +104,7 @@ class EngineConfig:
         if self.model_impl not in get_args(ModelImpl):
             raise ConfigError(f"model_impl must be one of {', '.join(get_args(ModelImpl))}, not {self.model_impl!r}.")
         if self.quantize is not None and self.quantize not in get_args(Quantize):
-            raise ConfigError(f"quantize must be {' or '.join(get_args(Quantize))}, not {self.quantize!r}.")
+            raise ConfigError(f"quantize must be one of {', '.join(get_args(Quantize))}, not {self.quantize!r}.")
         if self.quantize and self.model_impl == "transformers":
             raise ConfigError(
                 "quantize is for the engine's own code, and model_impl is transformers.", hint="Leave out one of them."

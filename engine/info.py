@@ -34,7 +34,7 @@ class EngineInfo:
 
     @property
     def linear_dtype(self) -> str:
-        """What the linears multiply: `int8` where they are quantised, else `dtype`."""
+        """What the linears multiply: `quantize` where they are quantised, else `dtype`."""
         return self.quantize or self.dtype
 
     @property

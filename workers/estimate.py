@@ -44,7 +44,7 @@ def estimate(
         typer.Option(min=0.1, help="What fits on a GPU of so many GiB. Default: what was measured, or this machine."),
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help="int8: for workers that have the same option, on this machine.")
+        str | None, typer.Option(help="int8, fp8 or int4: for workers that have the same option.")
     ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="int8, fp8 and others: for workers that have the same option.")

@@ -15,11 +15,12 @@ from engine.loader.encoder_config import is_encoder
 from engine.loader.encoder_loader import LoadedEncoder, load_encoder
 from engine.loader.eos import folder_eos_token_ids, gguf_eos_token_ids
 from engine.loader.errors import ModelFileInvalid
-from engine.loader.headless import BodyTensors, is_headless
+from engine.loader.headless import is_headless
 from engine.loader.hf_config import read_hf_config
+from engine.loader.json_file import read_json
 from engine.loader.locate import locate_model
+from engine.loader.quantization import folder_tensors, quantization_method
 from engine.loader.sentence_transformers import PoolingDefaults, read_pooling_defaults
-from engine.loader.sources import SafetensorsSource
 from engine.loader.transformers_model import load_transformers_model
 from engine.models.decoder import Decoder
 from engine.models.fallback import FallbackDecoder
@@ -131,9 +132,10 @@ def _folder_decoder(
         # A body alone has no head's weights, and nobody asks for its logits: the embedding stands in for them.
         tied = config.tie_word_embeddings or is_headless(folder)
         config = dataclasses.replace(config, dtype=dtype or config.dtype, tie_word_embeddings=tied)
-        return assemble(config, family, BodyTensors(SafetensorsSource(folder)), device, quantize)
+        return assemble(config, family, folder_tensors(folder, config.dtype), device, quantize)
     except ModelNotSupported:
-        if model_impl == "native" or quantize:
+        # Transformers' code runs no quantised weights here, and the reason would be lost.
+        if model_impl == "native" or quantize or quantization_method(read_json(folder / "config.json")):
             raise
         return load_transformers_model(folder, dtype, device, trust_remote_code=trust_remote_code)
 

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from engine.config import Quantize
-from engine.errors import ModelNotSupported
+from engine.errors import ConfigError, ModelNotSupported
 from engine.loader.experts import ExpertReader
+from engine.loader.packing import LinearPacker, multiplies
 from engine.loader.pages import empty_in_own_pages
+from engine.loader.quantized import QuantizedTensors
 from engine.loader.sources import TensorSource, check_shapes
 from engine.models.config import MixtureConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderWeights, LayerWeights
@@ -17,8 +19,8 @@ from engine.models.expert_names import ExpertNames
 from engine.models.families import Family, WeightNames, expected_shapes
 from engine.models.mlp import DenseFeedForward, FeedForward
 from engine.models.moe import GatedExpert, MixtureOfExperts
-from kernels.experts import ExpertWeights
 from kernels.ops import ActivateAndMul, Expert, GateUp, Linear, kernels_for
+from kernels.quantize import LinearWeight, join_neighbours
 
 _NAMES_SHOWN = 5
 # Frequencies that older versions of Transformers stored in every layer, and that the configuration gives as well.
@@ -30,8 +32,10 @@ def assemble(
 ) -> Decoder:
     """Build the decoder in `config.dtype` on `device`, its linears quantised as `EngineConfig.quantize` says.
 
-    Raises `ModelFileInvalid` if `source` lacks tensors, or has one of another shape than `config` says, and
-    `ModelNotSupported` if a layer has tensors that the decoder would not use.
+    Linears that `source` has quantised stay so where the device multiplies such, and are dequantised where it does not.
+    Raises `ModelFileInvalid` if `source` lacks tensors, or has one of another shape than `config` says,
+    `ModelNotSupported` if a layer has tensors that the decoder would not use, and `ConfigError` for a `quantize` that
+    the device or the checkpoint does not go with.
     """
     names = family.names_in(source.shapes)
     expected = expected_shapes(config, family, names)
@@ -39,10 +43,7 @@ def assemble(
     _refuse_unused(config, names, source, expected)
     builder = _Builder(config, family, names, source, device, quantize)
     embedding = builder.tensor(f"{names.embedding}.weight")
-    if config.tie_word_embeddings:
-        lm_head = builder.pack_linear(embedding, None)
-    else:
-        lm_head = builder.linear([names.lm_head], bias=False)
+    lm_head = builder.tied_head(embedding) if config.tie_word_embeddings else builder.head(names.lm_head)
     weights = DecoderWeights(
         embedding=embedding,
         layers=tuple(builder.layer(index) for index in range(config.num_layers)),
@@ -58,7 +59,8 @@ def _refuse_unused(config: ModelConfig, names: WeightNames, source: TensorSource
     unused = [
         name for name in source.shapes if name.startswith(layers) and name not in used and not name.endswith(_DERIVED)
     ]
-    if unused:
+    # Older GPTQ checkpoints hold biases of zeros for linears that have none.
+    if unused := [name for name in unused if not name.endswith(".bias") or source.read(name).any()]:
         raise ModelNotSupported(
             f"{config.architecture} has no place for tensors of the checkpoint: {', '.join(unused[:_NAMES_SHOWN])}."
         )
@@ -81,8 +83,15 @@ class _Builder:
         self._device = device
         self._kernels = kernels_for(device)
         self._quantizes = quantize is not None
-        self.pack_linear = self._kernels.int8.linear if quantize else self._kernels.pack_linear
-        self._pack_gate_up = self._kernels.int8.gate_up if quantize else self._kernels.pack_gate_up
+        self._packer = LinearPacker(self._kernels, config.dtype, quantize)
+        # Of a checkpoint whose quantised linears stay as they are.
+        self._quantized: QuantizedTensors | None = None
+        if isinstance(source, QuantizedTensors) and multiplies(source.layout.kind, config.dtype, self._kernels):
+            if quantize:
+                raise ConfigError(
+                    f"The checkpoint's weights are quantised, and quantize is {quantize}.", hint="Leave it out."
+                )
+            self._quantized = source
         heads = (config.num_heads, config.num_kv_heads)
         self._permuted = dict(zip(names.qkv, heads, strict=False)) if family.permuted_rope else {}
 
@@ -103,8 +112,16 @@ class _Builder:
 
     def linear(self, templates: Sequence[str], *, bias: bool, layer: int = 0) -> Linear:
         """Join modules along their outputs into one packed linear."""
-        weight = self._fused(templates, "weight", layer)
-        return self.pack_linear(weight, self._fused(templates, "bias", layer) if bias else None)
+        parts = self._weight(templates, layer)
+        return self._packer.linear(parts, self._fused(templates, "bias", layer) if bias else None)
+
+    def head(self, module: str) -> Linear:
+        if self._quantized and self._quantized.is_quantized(module):
+            return self.linear([module], bias=False)
+        return self._packer.head(self._fused([module], "weight", layer=0))
+
+    def tied_head(self, embedding: Tensor) -> Linear:
+        return self._packer.head(embedding)
 
     def norm(self, module: str) -> Tensor:
         """Read a norm's weight: in float32 where it is applied so, lest a sum with one lose digits."""
@@ -125,30 +142,47 @@ class _Builder:
 
     def _gate_up(self, templates: Sequence[str], layer: int) -> GateUp:
         config = self._config
-        weight = self._fused(templates, "weight", layer)
+        parts = self._weight(templates, layer)
         bias = self._fused(templates, "bias", layer) if config.mlp_bias else None
-        return self._pack_gate_up(weight, bias, config.activation)
+        return self._packer.gate_up(parts, bias, config.activation)
 
     def _mixture(self, mixture: MixtureConfig, names: ExpertNames, layer: int) -> MixtureOfExperts:
-        config = self._config
-        reader = ExpertReader(self._source, names, bias=mixture.bias, dtype=config.dtype, device=self._device)
-        weights = (reader.read(layer, expert) for expert in range(mixture.num_experts))
         router = self._router(names, layer, bias=mixture.bias)
-        # Stacks are of what is read: quantised experts are packed one by one.
+        return MixtureOfExperts(mixture, router, self._experts(mixture, names, layer), self._kernels)
+
+    def _experts(self, mixture: MixtureConfig, names: ExpertNames, layer: int) -> Sequence[Expert]:
+        """Stack what is read in the model's dtype, and pack what is quantised one by one."""
+        if self._quantized and self._quantized.is_quantized(names.down.format(layer=layer, expert=0)):
+            return [self._quantized_expert(mixture, names, layer, expert) for expert in range(mixture.num_experts)]
+        dtype = self._config.dtype
+        reader = ExpertReader(self._source, names, bias=mixture.bias, dtype=dtype, device=self._device)
+        weights = (reader.read(layer, expert) for expert in range(mixture.num_experts))
         stack = None if self._quantizes else self._kernels.stack_experts
         if stack is None:
-            experts: Sequence[Expert] = [self._expert(mixture, one) for one in weights]
-        else:
-            experts = stack(weights, mixture.num_experts, self._activate_and_mul(mixture))
-        return MixtureOfExperts(mixture, router, experts, self._kernels)
+            return [
+                self._expert(mixture, [one.gate_up], one.gate_up_bias, [one.down], one.down_bias) for one in weights
+            ]
+        return stack(weights, mixture.num_experts, self._activate_and_mul(mixture))
 
-    def _expert(self, mixture: MixtureConfig, weights: ExpertWeights) -> GatedExpert:
+    def _quantized_expert(self, mixture: MixtureConfig, names: ExpertNames, layer: int, expert: int) -> GatedExpert:
+        gate_up = [template.format(layer=layer, expert=expert) for template in names.gate_up]
+        down = [names.down.format(layer=layer, expert=expert)]
+        biases = [self._fused(modules, "bias", layer) if mixture.bias else None for modules in (gate_up, down)]
+        return self._expert(mixture, self._weight(gate_up, layer), biases[0], self._weight(down, layer), biases[1])
+
+    def _expert(
+        self,
+        mixture: MixtureConfig,
+        gate_up: Sequence[LinearWeight],
+        gate_up_bias: Tensor | None,
+        down: Sequence[LinearWeight],
+        down_bias: Tensor | None,
+    ) -> GatedExpert:
         if mixture.clamped_swiglu is None:
-            gate_up = self._pack_gate_up(weights.gate_up, weights.gate_up_bias, self._config.activation)
+            packed = self._packer.gate_up(gate_up, gate_up_bias, self._config.activation)
         else:
-            product = self.pack_linear(weights.gate_up, weights.gate_up_bias)
-            gate_up = GateUp.of(product, self._activate_and_mul(mixture))
-        return GatedExpert(gate_up, self.pack_linear(weights.down, weights.down_bias))
+            packed = GateUp.of(self._packer.linear(gate_up, gate_up_bias), self._activate_and_mul(mixture))
+        return GatedExpert(packed, self._packer.linear(down, down_bias))
 
     def _activate_and_mul(self, mixture: MixtureConfig) -> ActivateAndMul:
         if mixture.clamped_swiglu is None:
@@ -163,6 +197,20 @@ class _Builder:
 
     def _optional_norm(self, template: str | None, layer: int) -> Tensor | None:
         return None if template is None else self.norm(template.format(layer=layer))
+
+    def _weight(self, templates: Sequence[str], layer: int) -> list[LinearWeight]:
+        """Return the weights of modules joined along their outputs, in parts where some are quantised unlike others."""
+        quantized, modules = self._quantized, [template.format(layer=layer) for template in templates]
+        if quantized is None or not any(map(quantized.is_quantized, modules)):
+            return [self._fused(templates, "weight", layer)]
+        return join_neighbours(
+            [
+                quantized.packed(module, self._device)
+                if quantized.is_quantized(module)
+                else self.tensor(f"{module}.weight")
+                for module in modules
+            ]
+        )
 
     def _fused(self, templates: Sequence[str], kind: str, layer: int) -> Tensor:
         names = [f"{template.format(layer=layer)}.{kind}" for template in templates]

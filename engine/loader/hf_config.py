@@ -18,6 +18,7 @@ from engine.loader.fields import Fields
 from engine.loader.headless import with_head
 from engine.loader.hf_rope import Rope, read_rope
 from engine.loader.json_file import read_json
+from engine.loader.quantization import quantization_method, read_quantization
 from engine.models.config import LayerConfig, MixtureConfig, ModelConfig
 from engine.models.families import FAMILIES, SWITCHES, Family
 from kernels.linear import Activation
@@ -64,14 +65,10 @@ def _architecture(raw: Mapping[str, Any], path: Path) -> str:
 
 
 def _refuse_quantised(raw: Mapping[str, Any], path: Path, family: Family) -> None:
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        experts = family.names.experts
-        if method == "mxfp4" and experts is not None and experts.layout == "mxfp4":
-            return
-        raise ModelNotSupported(
-            f"{path}: weights quantised with {method} do not run.", hint="Take the unquantised model, or a GGUF file."
-        )
+    experts = family.names.experts
+    if quantization_method(raw) == "mxfp4" and experts is not None and experts.layout == "mxfp4":
+        return
+    read_quantization(raw, path)
 
 
 def _resolve(raw: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from engine.loader.errors import ModelFileInvalid
 from engine.loader.json_file import read_json
 
 _NAMES_SHOWN = 5
+# AWQ's and GPTQ's: see `engine.loader.quantized`.
+_INTEGERS = (".qweight", ".qzeros", ".g_idx")
 # What is read through one mapping of a file; opening it again costs about a millisecond.
 _MAPPED_BYTES = 16 << 20
 
@@ -52,9 +54,10 @@ class SafetensorsSource:
     def read(self, name: str) -> Tensor:
         tensor = self._files[name].read(name)
         # Bytes are MXFP4's: a checkpoint with any other use for them has been refused, by its configuration or shapes.
-        if not tensor.is_floating_point() and tensor.dtype != torch.uint8:
+        served = tensor.is_floating_point() or tensor.dtype == torch.uint8 or name.endswith(_INTEGERS)
+        if not served:
             raise ModelNotSupported(
-                f"Tensor {name} of {self._files[name].path} is {tensor.dtype}: quantised weights do not run yet."
+                f"Tensor {name} of {self._files[name].path} is {tensor.dtype}, which no layout that runs has there."
             )
         return tensor
 

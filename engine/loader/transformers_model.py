@@ -18,6 +18,7 @@ from transformers.utils import logging
 from engine.errors import ModelNotSupported
 from engine.loader.errors import ModelFileInvalid
 from engine.loader.json_file import read_json
+from engine.loader.quantization import quantization_method
 from engine.loader.sources import SafetensorsSource
 from engine.models.fallback import PAGED_ATTENTION, CannotPage, FallbackConfig, FallbackDecoder
 from engine.models.fallback_check import check_against_eager
@@ -57,10 +58,10 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     path = folder / "config.json"
     raw = read_json(path)
     named = ", ".join(map(str, raw.get("architectures") or ())) or f"model type {raw.get('model_type')!r}"
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method := quantization_method(raw):
         raise ModelNotSupported(
-            f"{path}: weights quantised with {method} do not run.", hint="Take the unquantised model, or a GGUF file."
+            f"{path}: weights quantised with {method} do not run in {named} by Transformers' own code.",
+            hint="Take the unquantised model.",
         )
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

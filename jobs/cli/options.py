@@ -305,7 +305,8 @@ class EngineOptions:
 
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_ENGINE)] = "auto"
     quantize: Annotated[
-        str | None, typer.Option(help="int8: the linears in 8-bit integers, on a CPU.", rich_help_panel=_ENGINE)
+        str | None,
+        typer.Option(help="The linears in fewer bits: int8 on a CPU, fp8 or int4 on a GPU.", rich_help_panel=_ENGINE),
     ] = None
     kv_cache_dtype: Annotated[
         str,

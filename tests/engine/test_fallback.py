@@ -312,7 +312,7 @@ def test_what_cannot_run_is_refused_by_name_before_a_weight_is_read(tmp_path, co
         ({"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}, "NobodysForCausalLM.*cannot read"),
         (
             {"architectures": ["GPTNeoXForCausalLM"], "quantization_config": {"quant_method": "awq"}},
-            "quantised with awq",
+            "GPTNeoXForCausalLM, which the engine does not run",
         ),
     ],
 )

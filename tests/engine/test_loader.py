@@ -109,7 +109,7 @@ def test_configurations_of_older_transformers_are_read(tmp_path):
         ({"architectures": None, "model_type": "t5"}, "t5"),
         ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "proportional.*llama3"),
         ({"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}, "mrope_section"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "aqlm"),
         ({"hidden_act": "relu"}, "relu"),
         ({"sliding_window": 128}, "sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),

@@ -1,4 +1,4 @@
-"""`quantize="int8"`: what it does to logits and answers, what it leaves alone, and where it is refused.
+"""`quantize`, mostly `int8`: what it does to logits and answers, what it leaves alone, and where it is refused.
 
 Bounds of the real model leave a margin of about one half to what was measured against float32, of logits of the
 tokens of three questions of GSM8K, and of the greedy answers to sixty:
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import MixtralConfig
@@ -31,8 +32,12 @@ from engine.errors import ConfigError, ModelNotSupported
 from engine.loader import LoadedModel, load
 from engine.memory import kv_cache_dtype
 from engine.messages import NewRequest
+from kernels import ops, reference_quantized
+from kernels.linear import Packers, packers
+from kernels.reference_quantized import Float8Weight, Int4Weight
 from tests.engine.encoder_fixture import tiny_encoder
 from tests.engine.families import SMALL, random_model, tokens
+from tests.engine.kernel_tables import use_kernels
 from tests.engine.lora_fixture import write_adapter
 from tests.engine.models_fixture import PagedRun, check_same_bits_in_any_company, poison, tiny_llama
 from tests.engine.test_loader_gguf import write_gguf
@@ -146,13 +151,13 @@ def test_a_quantised_weight_takes_a_byte_and_the_embedding_two(folder: Path) -> 
     plain, quantized = (kv_capacity(EngineConfig(str(folder), **options, quantize=q)) for q in (None, "int8"))
     assert plain is not None
     assert quantized is not None
-    elements, embedding = plain.weight_bytes // 2, 320 * 64
-    assert quantized.weight_bytes == elements + 2 * embedding
+    elements, embedding, norms = plain.weight_bytes // 2, 320 * 64, 5 * 64
+    assert quantized.weight_bytes == elements + 2 * embedding + norms
 
 
-def test_quantize_takes_one_value() -> None:
-    with pytest.raises(ConfigError, match="quantize must be int8, not 'int4'"):
-        EngineConfig("model", quantize="int4")  # type: ignore[arg-type]
+def test_quantize_takes_its_values_only() -> None:
+    with pytest.raises(ConfigError, match="quantize must be one of int8, fp8, int4, not 'int2'"):
+        EngineConfig("model", quantize="int2")  # type: ignore[arg-type]
 
 
 def test_transformers_code_is_not_quantised() -> None:
@@ -173,18 +178,129 @@ def test_an_encoder_is_not_quantised(tmp_path: Path) -> None:
 
 def test_a_gpu_is_refused_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="quantize int8 is for CPUs so far, and the device is a GPU"):
+    with pytest.raises(ConfigError, match=r"quantize int8 is for CPUs, and the device is a GPU\. Take fp8 or int4"):
         LLM("nowhere", device="cuda", quantize="int8")
 
 
 def test_nothing_is_sized_for_a_gpu_that_the_engine_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="quantize int8 is for CPUs so far, and the device is a GPU"):
+    with pytest.raises(ConfigError, match=r"quantize int8 is for CPUs, and the device is a GPU\. Take fp8 or int4"):
         kv_capacity(EngineConfig(str(folder), quantize="int8"), 24 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 2**30, 24 * 2**30))
     with pytest.raises(ConfigError, match="the device is a GPU"):
         kv_capacity(EngineConfig(str(folder), quantize="int8"))
     assert kv_capacity(EngineConfig(str(folder), quantize="int8", device="cpu")) is not None
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_a_cpu_is_told_to_take_int8(folder: Path, quantize: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantize {quantize} is for GPUs, and the device is a CPU. Take int8"):
+        LLM("nowhere", device="cpu", quantize=quantize)
+    with pytest.raises(ConfigError, match=f"quantize {quantize} is for GPUs"):
+        kv_capacity(EngineConfig(str(folder), device="cpu", quantize=quantize))
+    with pytest.raises(ConfigError, match=f"quantize {quantize} needs an NVIDIA GPU"):
+        loaded(folder, quantize=quantize)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "capability", "needed"),
+    [("int4", (7, 5), "sm_80"), ("fp8", (7, 5), "sm_89"), ("fp8", (8, 6), "sm_89")],
+)
+def test_an_older_gpu_is_refused_before_a_weight_is_read(
+    monkeypatch: pytest.MonkeyPatch, quantize: str, capability: tuple[int, int], needed: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    ops._of_cuda.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=f"quantize {quantize} needs an NVIDIA GPU.*{needed}"):
+            LLM("nowhere", device="cuda", quantize=quantize)
+    finally:
+        ops._of_cuda.cache_clear()
+
+
+def reference_table(monkeypatch: pytest.MonkeyPatch) -> list[Int4Weight | Float8Weight]:
+    """Give models that are loaded from now on the products of a GPU, as they are defined; return what they pack."""
+    found: list[Int4Weight | Float8Weight] = []
+    products = {"int4": reference_quantized.int4_linear, "float8": reference_quantized.float8_linear}
+
+    def pack(product: Any) -> Packers[Any]:
+        return packers(lambda weight, bias: found.append(weight) or (lambda x: product(x, weight, bias)))
+
+    use_kernels(monkeypatch, **{name: pack(product) for name, product in products.items()})
+    return found
+
+
+@pytest.mark.parametrize(("quantize", "off"), [("fp8", 0.3), ("int4", 0.7)])
+def test_the_products_of_a_gpu_are_given_quantised_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantize: str, off: float
+) -> None:
+    prompts = [list(range(40))]
+    plain = prompt_logits(loaded(folder), prompts)
+    whole = load_file(folder / "model.safetensors")
+    packed = reference_table(monkeypatch)
+    found = prompt_logits(loaded(folder, quantize=quantize), prompts)
+    assert 0 < (found - plain).norm() < off * plain.norm()
+    # The language head, which is the embedding, is not among them.
+    assert [len(weight.values) for weight in packed] == 2 * [128, 64, 192, 64]
+    up = whole["model.layers.0.mlp.up_proj.weight"].bfloat16()
+    gate_up = packed[2]
+    if isinstance(gate_up, Int4Weight):
+        assert [weight.group_size for weight in packed] == 2 * [64, 64, 64, 32]
+        alone = reference_quantized.dequantize_int4(reference_quantized.quantize_int4(up, 64))
+        assert torch.equal(reference_quantized.dequantize_int4(gate_up)[96:], alone)
+    else:
+        restored = reference_quantized.dequantize_float8(gate_up)[96:]
+        assert (restored - up.float()).norm() < 0.05 * up.float().norm()
+
+
+def test_weights_whose_inputs_no_group_divides_keep_their_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_llama(tmp_path / "odd", intermediate_size=80, tie_word_embeddings=False)
+    packed = reference_table(monkeypatch)
+    prompt_logits(loaded(folder, quantize="int4"), [[1, 2, 3]])
+    # All but the products of 80 inputs, and the head.
+    assert [len(weight.values) for weight in packed] == 2 * [128, 64, 160]
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_experts_are_packed_one_by_one_in_fewer_bits_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantize: str
+) -> None:
+    small = {**SMALL, "hidden_size": 128, "num_local_experts": 3}
+    random_model(MixtralConfig(**small)).save_pretrained(tmp_path)
+    packed = reference_table(monkeypatch)
+    prompt_logits(loaded(tmp_path, quantize=quantize), [[1, 2, 3]])
+    assert [len(weight.values) for weight in packed] == 2 * ([256, 128] + 3 * [192, 128])
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_products_of_tensor_cores_are_not_of_float32(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, quantize: str
+) -> None:
+    reference_table(monkeypatch)
+    with pytest.raises(
+        ConfigError, match=f"quantize {quantize} multiplies bfloat16 or float16, and the dtype is float32"
+    ):
+        loaded(folder, dtype=torch.float32, quantize=quantize)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantize", ["fp8", "int4"])
+def test_what_a_gpu_holds_of_quantised_weights_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantize: str, tied: bool
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 16, "num_key_value_heads": 8}
+    folder = tiny_llama(tmp_path / "model", tie_word_embeddings=tied, **sizes)
+    capacity = kv_capacity(EngineConfig(str(folder), dtype="bfloat16", quantize=quantize), 24 * 2**30)
+    assert capacity is not None
+    packed = reference_table(monkeypatch)
+    loaded(folder, quantize=quantize)
+    held = sum(tensor.nbytes for weight in packed for tensor in weight if tensor is not None)
+    kept = 320 * 256 * (1 if tied else 2) + 5 * 256
+    assert capacity.weight_bytes == held + 2 * kept
 
 
 class Answers(NamedTuple):
