@@ -1,12 +1,10 @@
-"""From a plan to the flat arrays of one step, on the host; `engine.runner` brings them to the device.
+"""From a plan to the flat arrays of one step, on the host; `engine.inputs` brings them to the device.
 
 rows       A: prefill, 3 tokens   B: decode   C: decode
-token_ids  a5 a6 a7               b9          ?             one entry a token, row after row
+token_ids  a5 a6 a7               b9          c4            one entry a token, row after row
 positions  5  6  7                9           4
 query_start  0 ──────────────────► 3 ────────► 4 ────────► 5
-logits of          a7              b9          ?            the last token of each row that samples, once a sample
-
-A token that is still on its way to the host (`?`) is put in on the device, from what the step before has drawn.
+logits of          a7              b9          c4           the last token of each row that samples, once a sample
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +20,6 @@ from engine.plan import PlanRow, StepPlan
 from engine.sampling.penalties import PenaltyRows
 from engine.sampling.seeds import choice_seed
 from engine.sampling.token_rules import LogitEdits, logit_edits
-from engine.sequence import PLACEHOLDER
-from engine.sequence import Sequence as RequestSequence
 from engine.structured.grammar import GrammarMask
 from kernels.ops import AttentionBatch
 
@@ -65,13 +61,7 @@ class StepInputs(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """One step on the host: `StepInputs`, with its `AttentionBatch`, and two lists of places in the flat batch.
-
-    Attributes:
-        logits_rows: `[R]` int64, whose logits are wanted, once a sample.
-        awaited: `[A]` int64, where placeholders stand.
-        draws: `[A]` int64, where among the tokens that the step before has drawn each of those is.
-    """
+    """One step on the host: `StepInputs`, with its `AttentionBatch`, and the places of the `[R]` logits wanted."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -82,16 +72,11 @@ class StepArrays(NamedTuple):
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     logits_rows: np.ndarray
-    awaited: np.ndarray
-    draws: np.ndarray
     adapter_slots: np.ndarray | None = None
 
 
-def lay_out(plan: StepPlan, block_size: int, draws: Mapping[RequestSequence, int] = MappingProxyType({})) -> StepArrays:
-    """Lay out `plan` for the decoder; reads the requests, changes nothing.
-
-    `draws` says which of the tokens that the step before has drawn follows which sequence.
-    """
+def lay_out(plan: StepPlan, block_size: int) -> StepArrays:
+    """Lay out `plan` for the decoder; reads the requests, changes nothing."""
     starts = np.array([row.start for row in plan.rows], dtype=np.int64)
     lengths = np.array([row.num_tokens for row in plan.rows], dtype=np.int64)
     query_start = np.zeros(len(plan.rows) + 1, dtype=np.int64)
@@ -101,14 +86,9 @@ def lay_out(plan: StepPlan, block_size: int, draws: Mapping[RequestSequence, int
     row_of_token = np.repeat(np.arange(len(plan.rows)), lengths)
     positions = np.arange(plan.num_tokens) + np.repeat(starts - query_start[:-1], lengths)
     slots = block_tables[row_of_token, positions // block_size] * np.int64(block_size) + positions % block_size
-    token_ids = np.fromiter(
-        (token for row in plan.rows for token in row.sequence.token_ids[row.start : row.start + row.num_tokens]),
-        dtype=np.int64,
-        count=plan.num_tokens,
-    )
     context_lengths = starts + lengths
     return StepArrays(
-        token_ids=token_ids,
+        token_ids=tokens_of(plan, np.int64),
         positions=positions,
         query_start=query_start.astype(np.int32),
         seq_lens=context_lengths.astype(np.int32),
@@ -117,9 +97,16 @@ def lay_out(plan: StepPlan, block_size: int, draws: Mapping[RequestSequence, int
         query_lens=tuple(lengths.tolist()),
         context_lens=tuple(context_lengths.tolist()),
         logits_rows=np.repeat(query_start[1:] - 1, [row.num_samples for row in plan.rows]),
-        awaited=np.flatnonzero(token_ids == PLACEHOLDER),
-        draws=np.array([draws[row.sequence] for row in plan.rows if _computes_placeholder(row)], dtype=np.int64),
         adapter_slots=slots_of_tokens(plan.rows),
+    )
+
+
+def tokens_of(plan: StepPlan, dtype: type[np.integer]) -> np.ndarray:
+    """The tokens of a step, `[num_tokens]`, with placeholders for those that are on their way to the host."""
+    return np.fromiter(
+        (token for row in plan.rows for token in row.sequence.token_ids[row.start : row.start + row.num_tokens]),
+        dtype=dtype,
+        count=plan.num_tokens,
     )
 
 
@@ -129,10 +116,6 @@ def _block_tables(rows: tuple[PlanRow, ...]) -> np.ndarray:
     for index, row in enumerate(rows):
         tables[index, : len(row.sequence.block_ids)] = row.sequence.block_ids
     return tables
-
-
-def _computes_placeholder(row: PlanRow) -> bool:
-    return row.sequence.awaits_token and row.start + row.num_tokens == row.sequence.num_tokens
 
 
 def sampling_batch(rows: Sequence[PlanRow], device: Device, penalty_rows: PenaltyRows) -> SamplingBatch:

@@ -105,7 +105,7 @@ class BatchedMoves:
 
 
 def num_staged_blocks(block_bytes: int, num_host_blocks: int) -> int:
-    """How many blocks a buffer of bounded size has between the device's pool and a pool of the host."""
+    """How many blocks there is room for, in a buffer of bounded size, between the device's pool and the host's."""
     return min(num_host_blocks, max(1, _STAGED_BYTES // block_bytes))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from engine.adapter_slots import AdapterSlots
+from engine.block_moves import BatchedMoves, BlockMover, SingleMoves, num_staged_blocks
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.device import Device, device_of
@@ -12,6 +13,7 @@ from engine.encoder.build import assemble_encoder_engine
 from engine.errors import ConfigError
 from engine.graphs import DecodeGraphs, graph_sizes
 from engine.info import EngineInfo
+from engine.inputs import HostInputs, InputBuilder
 from engine.loader import LoadedEncoder, LoadedModel, load
 from engine.loader.packing import check_quantize
 from engine.loader.peft import AdapterTarget, PeftLoader, adapter_shapes, adapter_targets
@@ -22,10 +24,12 @@ from engine.memory import kv_cache_dtype, size_host_pool, size_kv_pool
 from engine.models.decoder import Decoder
 from engine.pooling.intake import PoolingIntake, PoolingModel
 from engine.request import Request
+from engine.row_state import RowInputs
 from engine.runner import Runner
 from engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from engine.scheduler import Scheduler
 from kernels.ops import KVCache, allocate_kv_cache, kernels_for, kv_bytes_per_token
+from kernels.reference_blocks import allocate_staged_blocks
 
 # Rows and tokens of one step. On a CPU a step is bound by arithmetic from a few dozen rows on, and a larger one only
 # takes more memory; a GPU wants all the rows that its KV pool holds.
@@ -111,8 +115,9 @@ def assemble_engine(config: EngineConfig, loaded: LoadedModel, device: torch.dev
     scheduler = Scheduler(limits, adapters)
     sizes = graph_sizes(limits.max_num_seqs)
     graphs = _decode_graphs(config, loaded, kv, home, slots, sizes, limits.max_model_len)
-    host = _host_cache(loaded, limits, kv_dtype, device)
-    runner = Runner(loaded.decoder, kv, home, host, graphs, slots, max_num_seqs=limits.max_num_seqs)
+    mover = _block_mover(loaded, limits, kv, home)
+    inputs = _input_builder(kv, home, graphs, limits.max_num_seqs, limits.max_model_len)
+    runner = Runner(loaded.decoder, kv, home, mover, inputs, slots, max_num_seqs=limits.max_num_seqs)
     overlaps = device.type == "cuda" and config.async_scheduling is not False
     loop = OverlappedLoop if overlaps else PlainLoop
     return EngineCore(
@@ -226,14 +231,17 @@ def _resolve(
         raise ConfigError(f"max_model_len ({config.max_model_len}) is beyond the model's own limit of {longest}.")
     tokens_per_request = config.max_model_len or longest
     kv_dtype = kv_cache_dtype(config, model.dtype)
-    bytes_per_token = kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, kv_dtype)
+    bytes_per_token = _bytes_per_token(loaded, kv_dtype)
+    num_host_blocks = size_host_pool(config, device, bytes_per_token=bytes_per_token)
+    block_bytes = bytes_per_token * config.block_size
+    staged_bytes = block_bytes * num_staged_blocks(block_bytes, num_host_blocks) if device.type == "cuda" else 0
     num_kv_blocks = size_kv_pool(
         config,
         device,
         bytes_per_token=bytes_per_token,
         tokens_per_request=tokens_per_request,
         max_num_seqs=max_num_seqs,
-        reserved_bytes=slots.bytes_to_come if slots else 0,
+        reserved_bytes=staged_bytes + (slots.bytes_to_come if slots else 0),
         run_full_step=lambda: _run_full_step(config, loaded, device, slots, max_num_seqs, max_num_batched_tokens),
     )
     pool_tokens = (num_kv_blocks - 1) * config.block_size
@@ -244,10 +252,15 @@ def _resolve(
         max_model_len=config.max_model_len or min(longest, pool_tokens),
         block_size=config.block_size,
         num_kv_blocks=num_kv_blocks,
-        num_host_blocks=size_host_pool(config, device, bytes_per_token=bytes_per_token),
+        num_host_blocks=num_host_blocks,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
     )
+
+
+def _bytes_per_token(loaded: LoadedModel, dtype: torch.dtype) -> int:
+    model = loaded.config
+    return kv_bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, dtype)
 
 
 def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -263,21 +276,35 @@ def _kv_cache(loaded: LoadedModel, limits: SchedulerConfig, dtype: torch.dtype, 
     )
 
 
-def _host_cache(
-    loaded: LoadedModel, limits: SchedulerConfig, dtype: torch.dtype, device: torch.device
-) -> KVCache | None:
-    if not limits.num_host_blocks:
-        return None
+def _block_mover(loaded: LoadedModel, limits: SchedulerConfig, kv: KVCache, device: Device) -> BlockMover:
+    """What moves blocks, with the host's pool if there is one: pinned beside a GPU, so that copies do not wait."""
+    num_blocks = limits.num_host_blocks and limits.num_host_blocks + 1
+    host, pin_memory = torch.device("cpu"), device.place.type == "cuda"
+    kernels = kernels_for(device.place)
+    if kernels.block_moves and kernels.block_moves.serves(kv):
+        stored = allocate_staged_blocks(kv, num_blocks, host, pin_memory=pin_memory) if num_blocks else None
+        block_bytes = kv.block_size * _bytes_per_token(loaded, kv.data.dtype)
+        num_staged = num_staged_blocks(block_bytes, limits.num_host_blocks)
+        return BatchedMoves(kv, device, kernels.block_moves, stored, num_staged)
+    if not num_blocks:
+        return SingleMoves(kv, device)
     model = loaded.config
-    return allocate_kv_cache(
-        model.num_layers,
-        limits.num_host_blocks + 1,
-        limits.block_size,
-        model.num_kv_heads,
-        model.head_dim,
-        dtype,
-        torch.device("cpu"),
-        pin_memory=device.type == "cuda",
+    sizes = (model.num_layers, num_blocks, kv.block_size, model.num_kv_heads, model.head_dim)
+    return SingleMoves(kv, device, allocate_kv_cache(*sizes, kv.data.dtype, host, pin_memory=pin_memory))
+
+
+def _input_builder(
+    kv: KVCache, device: Device, graphs: DecodeGraphs | None, max_num_seqs: int, max_model_len: int
+) -> InputBuilder:
+    if device.place.type == "cpu":
+        return HostInputs(kv.block_size, device)
+    return RowInputs(
+        kv.block_size,
+        device,
+        kernels_for(device.place),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        graphs=graphs,
     )
 
 
@@ -338,7 +365,8 @@ def _run_full_step(
     kv, home = _kv_cache(loaded, limits, kv_cache_dtype(config, loaded.config.dtype), device), device_of(device)
     longest = config.max_model_len or loaded.config.max_position_embeddings
     graphs = _decode_graphs(config, loaded, kv, home, slots, graph_sizes(max_num_seqs)[:1], longest)
-    runner = Runner(loaded.decoder, kv, home, graphs=graphs, adapters=slots, max_num_seqs=max_num_seqs)
+    mover, inputs = _block_mover(loaded, limits, kv, home), _input_builder(kv, home, graphs, max_num_seqs, longest)
+    runner = Runner(loaded.decoder, kv, home, mover, inputs, slots, max_num_seqs=max_num_seqs)
     plan = scheduler.schedule()
     # Twice: what the first step leaves behind, as the counts of penalised tokens, is there while the second one runs.
     for _ in range(2):

@@ -29,7 +29,7 @@ class AsyncRunner(Protocol):
 
     def move_blocks(self, moves: Iterable[BlockMove]) -> None: ...
 
-    def launch(self, plan: StepPlan, previous: StepInFlight | None) -> StepInFlight: ...
+    def launch(self, plan: StepPlan) -> StepInFlight: ...
 
     def sample(self, step: StepInFlight) -> None: ...
 
@@ -118,7 +118,7 @@ class OverlappedLoop:
         if plan.started:
             on_start(plan.started)
         try:
-            step = self._runner.launch(plan, self._in_flight)
+            step = self._runner.launch(plan)
         except OutOfMemory as error:
             return self._retire() + give_way(self._scheduler, self._budget, plan, error)
         self._scheduler.begin(plan)

@@ -1,6 +1,6 @@
 """One step on the device: one forward pass, one sampling pass, no request changed.
 
-    launch    the plan is laid out, and its forward pass put on the device
+    launch    the plan's inputs are placed, and its forward pass put on the device
     sample    sampling is put on the device behind it; the tokens before those that it draws are known by now
     collect   waits for the results
 
@@ -10,7 +10,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import accumulate, islice, repeat
+from itertools import islice, repeat
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from engine.adapter_slots import AdapterSlots, StepAdapters
-from engine.batch import SamplingBatch, StepArrays, StepInputs, lay_out, sampling_batch
+from engine.batch import SamplingBatch, StepInputs, sampling_batch
+from engine.block_moves import BlockMover
 from engine.device import Device, Download
 from engine.errors import OutOfMemory
-from engine.graphs import DecodeGraphs
+from engine.inputs import InputBuilder
 from engine.models.adapters import Adapters
-from engine.plan import BlockMove, MoveKind, PlanRow, Sampled, StepOutput, StepPlan
+from engine.plan import BlockMove, PlanRow, Sampled, StepOutput, StepPlan
 from engine.pooling.rows import sum_tokens, wanted_places
 from engine.row_slots import RowSlots
 from engine.sampling.penalties import PenaltyRows
 from engine.sampling.prompt_logprobs import compute_prompt_logprobs, read_prompt_logprobs, wanted_tokens
 from engine.sampling.sampler import read_draws, sample
-from engine.sequence import Sequence
 from engine.structured.grammar import GrammarMasks
-from kernels.ops import AttentionBatch, KVCache, copy_block
+from kernels.ops import AttentionBatch, KVCache
 
 _T = TypeVar("_T")
 
@@ -63,7 +63,6 @@ class StepInFlight:
         sampling: What `sample` was told of them; None if there are none.
         computed, drawn: What the two passes will have on the host.
         states: On the device, between the passes: the final hidden states to sample from.
-        token_ids: On the device, once drawn: the tokens of `rows`.
     """
 
     def __init__(self, plan: StepPlan) -> None:
@@ -75,14 +74,13 @@ class StepInFlight:
         self.computed: Download | None = None
         self.drawn: Download | None = None
         self.states: Tensor | None = None
-        self.token_ids: Tensor | None = None
 
 
 class Runner:
-    """Runs plans of a scheduler whose blocks are those of `kv`, and those of `host` if it swaps.
+    """Runs plans of a scheduler whose blocks are those of `kv`.
 
-    With `graphs`, steps in which every row computes one token are replayed from them, as far as they go. `adapters` are
-    the slots of the adapters that rows have. No step has rows of more than `max_num_seqs` sequences.
+    `mover` moves them, `inputs` places steps on the device, and `adapters` are the slots of the adapters that rows
+    have. No step has rows of more than `max_num_seqs` sequences.
     """
 
     def __init__(
@@ -90,28 +88,24 @@ class Runner:
         model: Model,
         kv: KVCache,
         device: Device,
-        host: KVCache | None = None,
-        graphs: DecodeGraphs | None = None,
+        mover: BlockMover,
+        inputs: InputBuilder,
         adapters: AdapterSlots | None = None,
         *,
         max_num_seqs: int,
     ) -> None:
         self._model = model
         self._kv = kv
-        self._caches = {MoveKind.COPY: (kv, kv)}
-        if host:
-            self._caches |= {MoveKind.SWAP_OUT: (kv, host), MoveKind.SWAP_IN: (host, kv)}
         self._device = device
+        self._mover = mover
+        self._inputs = inputs
         self._grammar_masks = GrammarMasks(device)
         self._penalty_rows = PenaltyRows(RowSlots(max_num_seqs))
-        self._graphs = graphs
         self._adapters = adapters
 
     def move_blocks(self, moves: Iterable[BlockMove]) -> None:
-        """Carry out a plan's moves, in their order. Nothing is allocated, so that they never run out of memory."""
-        for kind, src, dst in moves:
-            source, target = self._caches[kind]
-            self._device.submit(partial(copy_block, source, src, target, dst))
+        """Carry out a plan's moves, in their order. They never run out of memory."""
+        self._mover.move(moves)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute the plan's tokens and sample: all of a step at once. Raises `OutOfMemory`, see `launch`."""
@@ -119,13 +113,13 @@ class Runner:
         self.sample(step)
         return self.collect(step)
 
-    def launch(self, plan: StepPlan, previous: StepInFlight | None = None) -> StepInFlight:
-        """Put the plan's forward pass on the device. Placeholders stand for tokens that `previous` has drawn.
+    def launch(self, plan: StepPlan) -> StepInFlight:
+        """Put the plan's forward pass on the device. Placeholders stand for tokens that the step before has drawn.
 
         Raises `OutOfMemory` if the step does not fit the device. Then nothing happened that counts: what was written
         to the KV cache lies beyond every request's `num_computed_tokens`.
         """
-        return within_memory(partial(self._launch, plan, previous), plan, self._device)
+        return within_memory(partial(self._launch, plan), plan, self._device)
 
     def sample(self, step: StepInFlight) -> None:
         """Put the step's sampling on the device; all tokens before those that it draws are known. Raises as `launch`.
@@ -147,24 +141,18 @@ class Runner:
         prompts = read_prompt_logprobs(step.wanted, others)
         return StepOutput(_in_plan_order(step, drawn), prompts, pooled, _not_finite(step.plan, finite))
 
-    def _launch(self, plan: StepPlan, previous: StepInFlight | None) -> StepInFlight:
+    def _launch(self, plan: StepPlan) -> StepInFlight:
         step = StepInFlight(plan)
-        arrays = lay_out(plan, self._kv.block_size, _first_draws(previous) if previous else {})
-        graph = self._graphs.fitting(arrays) if self._graphs else None
-        inputs, (states, awaited, draws) = self._upload(graph.pad(arrays) if graph else arrays)
+        inputs, logits_rows, graph = self._inputs.place(plan)
 
         @torch.inference_mode()
         def compute() -> list[Tensor]:
-            if len(awaited):
-                assert previous is not None
-                assert previous.token_ids is not None
-                inputs.token_ids[awaited] = previous.token_ids[draws]
             if graph:
-                hidden = graph.replay(inputs)[: plan.num_tokens]
+                hidden = graph.replay(inputs.attention)[: plan.num_tokens]
             else:
                 adapters = self._adapters_of(inputs)
                 hidden = self._model.forward(inputs.token_ids, inputs.positions, inputs.attention, self._kv, adapters)
-            step.states = hidden[states]
+            step.states = hidden[logits_rows]
             tensors = [hidden.isfinite().all(dim=-1)]
             tensors += compute_prompt_logprobs(hidden, step.wanted, self._model.logits, self._device)
             if step.pooled:
@@ -173,33 +161,6 @@ class Runner:
 
         step.computed = self._device.download(compute)
         return step
-
-    def _upload(self, arrays: StepArrays) -> tuple[StepInputs, list[Tensor]]:
-        """Bring a step to the device in one transfer: what the decoder takes, and the lists of places."""
-        slots = () if arrays.adapter_slots is None else (arrays.adapter_slots,)
-        token_ids, positions, query_start, seq_lens, block_tables, slot_mapping, *places = self._device.upload(
-            arrays.token_ids,
-            arrays.positions,
-            arrays.query_start,
-            arrays.seq_lens,
-            arrays.block_tables,
-            arrays.slot_mapping,
-            arrays.logits_rows,
-            arrays.awaited,
-            arrays.draws,
-            *slots,
-        )
-        attention = AttentionBatch(
-            query_start,
-            seq_lens,
-            block_tables,
-            slot_mapping,
-            arrays.query_lens,
-            arrays.context_lens,
-            host_block_tables=arrays.block_tables,
-        )
-        adapter_slots = places.pop() if slots else None
-        return StepInputs(token_ids, positions, attention, adapter_slots), places
 
     def _adapters_of(self, inputs: StepInputs) -> StepAdapters | None:
         if inputs.adapter_slots is None:
@@ -216,6 +177,7 @@ class Runner:
         rows = list(step.rows.values())
         batch = sampling_batch(rows, self._device, self._penalty_rows)._replace(grammar=self._grammar_masks.fill(rows))
         (kept,) = self._device.upload(_draws_of(step)) if len(rows) < _num_sampling(step.plan) else (None,)
+        enter = self._inputs.enter(rows)
 
         @torch.inference_mode()
         def draw() -> list[Tensor]:
@@ -223,17 +185,11 @@ class Runner:
             states = step.states if kept is None else step.states[kept]
             step.states = None
             draws = sample(self._model.logits(states), batch, self._device)
-            step.token_ids = draws.token_ids
+            enter(draws.token_ids)
             return draws.tensors()
 
         step.sampling = batch
         step.drawn = self._device.download(draw)
-
-
-def _first_draws(step: StepInFlight) -> dict[Sequence, int]:
-    """Where the first token that is drawn for each sequence stands among all that the step draws."""
-    num_draws = accumulate((row.num_samples for row in step.rows.values()), initial=0)
-    return {row.sequence: first for row, first in zip(step.rows.values(), num_draws, strict=False)}
 
 
 def _num_sampling(plan: StepPlan) -> int:

@@ -8,13 +8,11 @@ from engine.blocks import BlockHash, block_hash, root_hash
 from engine.detokenizer import StopStringWatcher
 from engine.outputs import FinishReason
 from engine.sampling.logprobs import TokenLogprobs
+from kernels.reference_inputs import PLACEHOLDER
 
 if TYPE_CHECKING:
     from engine.request import Request
     from engine.structured.grammar import GrammarMatcher
-
-
-PLACEHOLDER = -1
 
 
 class SequenceStatus(Enum):

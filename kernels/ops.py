@@ -19,6 +19,7 @@ from kernels import (
     logprobs_cpu,
     penalties_cpu,
     reference,
+    reference_inputs,
     reference_sampling,
     torch_attention,
     torch_moe,
@@ -43,6 +44,7 @@ from kernels.linear import (
 from kernels.lora import LoraKernels, packed_lora
 from kernels.reference import Expert, QueryKeyNorms
 from kernels.reference_blocks import StagedBlocks
+from kernels.reference_inputs import InputTensors, RowState, StepRows
 from kernels.reference_quantized import Float8Weight, Int4Weight
 from kernels.reference_sampling import Likeliest, Limits, LogprobTensors, NewTokens, Penalties
 
@@ -159,6 +161,14 @@ class GraphPlans(NamedTuple):
     refill: _RefillPlan
 
 
+class _BuildInputs(Protocol):
+    def __call__(self, rows: RowState, step: StepRows, block_size: int, inputs: InputTensors) -> None: ...
+
+
+class _AdvanceRows(Protocol):
+    def __call__(self, rows: RowState, idx_mapping: Tensor, draws: Tensor, sampled: Tensor) -> None: ...
+
+
 class _CopyBlocks(Protocol):
     def __call__(self, kv: KVCache, pairs: Tensor) -> None: ...
 
@@ -229,6 +239,8 @@ class Kernels(NamedTuple):
     paged_attention: _PagedAttention
     graph_plans: GraphPlans | None  # None: the operations of this table cannot be captured
     block_moves: BlockMoves | None  # None: blocks are moved one by one
+    build_inputs: _BuildInputs
+    advance_rows: _AdvanceRows
     pack_linear: PackLinear[Tensor]
     pack_gate_up: PackGateUp[Tensor]
     int8: Packers[Tensor]  # quantised as they are packed
@@ -267,6 +279,8 @@ _TORCH = Kernels(
     paged_attention=torch_attention.paged_attention,
     graph_plans=None,
     block_moves=None,
+    build_inputs=reference_inputs.build_inputs,
+    advance_rows=reference_inputs.advance_rows,
     pack_linear=linear.plain_linear,
     pack_gate_up=gate_up_packer(linear.plain_linear),
     int8=packers(int8.int8_linear),

@@ -78,18 +78,24 @@ class InputTensors(NamedTuple):
 
 def allocate_inputs(num_tokens: int, num_seqs: int, num_columns: int, device: torch.device) -> InputTensors:
     """Return room for the inputs of a step; `num_columns` is how many blocks its longest sequence has at most."""
-    token_ids, positions, slot_mapping = torch.empty(3, num_tokens, dtype=torch.int64, device=device)
+    # One by one, so that each begins at a multiple of what is read at once.
+    token_ids, positions, slot_mapping = (torch.empty(num_tokens, dtype=torch.int64, device=device) for _ in range(3))
     query_start = torch.empty(num_seqs + 1, dtype=torch.int32, device=device)
     seq_lens = torch.empty(num_seqs, dtype=torch.int32, device=device)
     block_tables = torch.empty(num_seqs, num_columns, dtype=torch.int32, device=device)
     return InputTensors(token_ids, positions, slot_mapping, query_start, seq_lens, block_tables)
 
 
+def fill_with_padding(inputs: InputTensors, num_tokens: int = 0) -> None:
+    """Make padding of all of it, behind so many tokens of sequences."""
+    for tensor, padding in zip(inputs, (0, 0, -1, num_tokens, 0, NULL_BLOCK), strict=True):
+        tensor.fill_(padding)
+
+
 def build_inputs(rows: RowState, step: StepRows, block_size: int, inputs: InputTensors) -> None:
     """Fill `inputs` with a step of these rows, sequence after sequence; a token in the null block stores nothing."""
     num_tokens, num_seqs, num_columns = len(step.token_ids), len(step.idx_mapping), inputs.block_tables.shape[1]
-    for tensor, padding in zip(inputs, (0, 0, -1, num_tokens, 0, NULL_BLOCK), strict=True):
-        tensor.fill_(padding)
+    fill_with_padding(inputs, num_tokens)
     device = step.idx_mapping.device
     lengths = step.query_start.diff()
     sequence = torch.repeat_interleave(torch.arange(num_seqs, device=device), lengths, output_size=num_tokens)

@@ -11,9 +11,13 @@ from random import Random
 
 import torch
 
+from engine.block_moves import BatchedMoves
 from engine.loop import OverlappedLoop
-from engine.plan import MoveKind
+from engine.row_state import RowInputs
 from engine.runner import Runner
+from kernels import reference_blocks
+from kernels.ops import BlockMoves, kernels_for
+from kernels.reference_blocks import allocate_staged_blocks
 
 GARBAGE = -(10**6)
 
@@ -115,10 +119,31 @@ def _copy(targets, sources):
         target.copy_(source)
 
 
+def row_runner(model, kv, device, limits, *, graphs=None, adapters=None):
+    """A runner as a GPU has it: inputs are built from rows, and blocks are moved many at once."""
+    num_host_blocks = limits.num_host_blocks
+    host = allocate_staged_blocks(kv, num_host_blocks + 1, device.place) if num_host_blocks else None
+    moves = BlockMoves(
+        lambda kv: True,
+        reference_blocks.copy_blocks,
+        reference_blocks.gather_blocks,
+        reference_blocks.scatter_blocks,
+    )
+    inputs = RowInputs(
+        kv.block_size,
+        device,
+        kernels_for(device.place),
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        graphs=graphs,
+    )
+    mover = BatchedMoves(kv, device, moves, host, min(2, num_host_blocks))
+    return Runner(model, kv, device, mover, inputs, adapters, max_num_seqs=limits.max_num_seqs)
+
+
 def overlapped(core, device):
     """The same engine, with its steps launched ahead on this device."""
     plain = core._loop._runner
-    _, host = plain._caches.get(MoveKind.SWAP_OUT, (None, None))
-    runner = Runner(plain._model, plain._kv, device, host, max_num_seqs=core.info.max_num_seqs)
+    runner = row_runner(plain._model, plain._kv, device, core.scheduler.config, adapters=plain._adapters)
     core._loop = OverlappedLoop(core.scheduler, runner, core.info.max_num_batched_tokens)
     return core

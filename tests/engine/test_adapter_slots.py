@@ -16,7 +16,6 @@ from engine.loader.peft import PeftLoader, adapter_shapes, adapter_targets
 from engine.loop import OverlappedLoop
 from engine.lora import LoraCache
 from engine.messages import NewRequest
-from engine.runner import Runner
 from kernels import reference, torch_attention
 from kernels.linear import plain_linear
 from kernels.lora import LoraShape, LowRank, packed_lora
@@ -24,7 +23,7 @@ from kernels.ops import GraphPlans, allocate_kv_cache
 from kernels.triton import lora as triton_lora
 from tests.engine.families import FAMILY_CASES, SMALL, random_model
 from tests.engine.kernel_tables import STACKED_LORA, use_kernels
-from tests.engine.late_device import LateDevice
+from tests.engine.late_device import LateDevice, row_runner
 from tests.engine.lora_fixture import ATTENTION, write_adapter
 from tests.engine.models_fixture import tiny_llama
 from tests.engine.test_graphs import LengthsOnTheDevice
@@ -118,7 +117,7 @@ class Late:
         limits = toy_limits(max_num_seqs=6, max_num_batched_tokens=64, **limits)
         kv = allocate_kv_cache(2, limits.num_kv_blocks, limits.block_size, 2, 16, torch.float32, CPU)
         graphs = DecodeGraphs(decoder, kv, self.device, slots, sizes=[8, 4, 2, 1], max_model_len=limits.max_model_len)
-        runner = Runner(decoder, kv, self.device, graphs=graphs, adapters=slots, max_num_seqs=limits.max_num_seqs)
+        runner = row_runner(decoder, kv, self.device, limits, graphs=graphs, adapters=slots)
         self.core = toy_core(limits, runner=runner, adapters=self.cache)
         self.core._loop = OverlappedLoop(self.core.scheduler, runner, limits.max_num_batched_tokens)
 

@@ -3,22 +3,20 @@
 import math
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 
 from engine import SamplingParams
-from engine.batch import StepArrays
 from engine.graphs import DecodeGraphs, graph_sizes
 from engine.loader import load
 from engine.messages import NewRequest
-from engine.runner import Runner
+from engine.scheduler import Scheduler
 from kernels import reference, torch_attention
 from kernels.cache import NULL_BLOCK, AttentionBatch, allocate_kv_cache
 from kernels.ops import GraphPlans
-from tests.engine.late_device import LateDevice
+from tests.engine.late_device import LateDevice, row_runner
 from tests.engine.models_fixture import tiny_llama
-from tests.engine.toy import ToyModel, answer, toy_core, toy_limits, toy_runner
+from tests.engine.toy import ToyModel, answer, request, toy_core, toy_limits, toy_runner
 
 
 @pytest.mark.parametrize(
@@ -129,16 +127,23 @@ def test_all_sizes_have_their_output_in_one_place():
 
 
 def test_padding_is_the_values_that_say_nothing():
-    limits = toy_limits(max_num_seqs=4)
-    kv = allocate_kv_cache(1, 65, 4, 1, 2, torch.float32, torch.device("cpu"))
-    graphs = DecodeGraphs(ToyModel(), kv, LateDevice(), sizes=[4, 2], max_model_len=limits.max_model_len)
-    arrays = three_rows()
-    padded = graphs.fitting(arrays).pad(arrays)
-    assert padded.slot_mapping.tolist() == [9, 13, 17, -1]
-    assert padded.seq_lens.tolist() == [2, 2, 2, 0]
-    assert padded.context_lens == (2, 2, 2, 0)
-    assert padded.query_start.tolist() == [0, 1, 2, 3, 3]
-    assert padded.block_tables.tolist() == [[2], [3], [4], [NULL_BLOCK]]
+    limits, device = toy_limits(max_num_seqs=4), LateDevice()
+    runner, scheduler = toy_runner(limits, ToyModel(), device, graphs=True), Scheduler(limits)
+    for n in range(3):
+        scheduler.add(request(n, [n]))
+    plan = scheduler.schedule()
+    placed = runner._inputs.place(plan)
+    device.synchronize()
+    blocks = [row.sequence.block_ids[0] for row in plan.rows]
+    attention = placed.inputs.attention
+    assert placed.inputs.token_ids.tolist() == [0, 1, 2, 0]
+    assert placed.inputs.positions.tolist() == [0] * 4
+    assert attention.slot_mapping.tolist() == [4 * blocks[0], 4 * blocks[1], 4 * blocks[2], -1]
+    assert attention.seq_lens.tolist() == [1, 1, 1, 0]
+    assert attention.context_lens == (1, 1, 1, 0)
+    assert attention.query_start.tolist() == [0, 1, 2, 3, 3]
+    assert attention.block_tables.tolist() == [[blocks[0]], [blocks[1]], [blocks[2]], [NULL_BLOCK]]
+    assert attention.host_block_tables.tolist() == attention.block_tables.tolist()
 
 
 class LengthsOnTheDevice:
@@ -183,7 +188,7 @@ def test_a_decoder_replayed_from_graphs_gives_the_same_tokens(tmp_path):
             )
             assert decoder.capturable(kv)
             graphs = DecodeGraphs(decoder, kv, device, sizes=[4, 2, 1], max_model_len=limits.max_model_len)
-        core = toy_core(limits, runner=Runner(decoder, kv, device, graphs=graphs, max_num_seqs=limits.max_num_seqs))
+        core = toy_core(limits, runner=row_runner(decoder, kv, device, limits, graphs=graphs))
         core.add_requests(asks)
         outputs = {}
         while core.has_unfinished:
@@ -197,20 +202,3 @@ def test_what_no_graph_can_hold_is_not_captured(tmp_path):
     loaded = load(str(tiny_llama(tmp_path)), dtype=torch.float32, device=torch.device("cpu"))
     kv = allocate_kv_cache(2, 33, 8, 2, 16, torch.float32, torch.device("cpu"))
     assert not loaded.decoder.capturable(kv), "a CPU's kernels"
-
-
-def three_rows():
-    ones = np.ones(3, dtype=np.int64)
-    return StepArrays(
-        token_ids=ones,
-        positions=ones,
-        query_start=np.arange(4, dtype=np.int32),
-        seq_lens=np.full(3, 2, dtype=np.int32),
-        block_tables=np.array([[2], [3], [4]], dtype=np.int32),
-        slot_mapping=np.array([9, 13, 17]),
-        query_lens=(1, 1, 1),
-        context_lens=(2, 2, 2),
-        logits_rows=np.arange(3),
-        awaited=np.empty(0, dtype=np.int64),
-        draws=np.empty(0, dtype=np.int64),
-    )

@@ -37,8 +37,8 @@ class WatchedRunner(FaultyRunner):
         self.steps = []
         self.num_dropped = 0
 
-    def launch(self, plan, previous):
-        step = super().launch(plan, previous)
+    def launch(self, plan):
+        step = super().launch(plan)
         self.calls.append(("launch", plan))
         self.steps.append((step, {block for row in plan.rows for block in row.sequence.block_ids}))
         return step
@@ -64,7 +64,7 @@ class WatchedRunner(FaultyRunner):
         return set().union(*(blocks for _, blocks in self.steps))
 
 
-def late_core(limits, device, *, overlapped=True, graphs=False, model=None, **faults):
+def late_core(limits, device, *, overlapped=True, rows=True, graphs=False, model=None, **faults):
     """A toy engine on a late device. A block that a step on the device uses is given to nobody else."""
     pooling = PoolingIntake(
         PoolingModel(task="embed", size=1, pooling="last", normalize=False),
@@ -73,7 +73,7 @@ def late_core(limits, device, *, overlapped=True, graphs=False, model=None, **fa
         max_length=limits.max_model_len,
     )
     faults = {"fits": lambda plan: True, **faults}
-    runner = WatchedRunner(toy_runner(limits, model, device, graphs=graphs), **faults)
+    runner = WatchedRunner(toy_runner(limits, model, device, rows=rows, graphs=graphs), **faults)
     core = toy_core(limits, runner=runner, tokenizer=byte_tokenizer(), pooling=pooling)
     if overlapped:
         core._loop = OverlappedLoop(core.scheduler, runner, limits.max_num_batched_tokens)
@@ -154,9 +154,17 @@ def answers_alone():
     return alone
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["plain", "overlapped"])
-def test_every_request_is_answered_as_it_is_alone_one_step_at_a_time(answers_alone, overlapped, graphs):
+@pytest.mark.parametrize(
+    ("overlapped", "rows", "graphs"),
+    [
+        pytest.param(False, False, False, id="plain, inputs from the host"),
+        pytest.param(False, True, False, id="plain"),
+        pytest.param(False, True, True, id="plain, graphs"),
+        pytest.param(True, True, False, id="overlapped"),
+        pytest.param(True, True, True, id="overlapped, graphs"),
+    ],
+)
+def test_every_request_is_answered_as_it_is_alone_one_step_at_a_time(answers_alone, overlapped, rows, graphs):
     seen = Counter()
     for seed in range(NUM_ENGINES):
         random = Random(seed)
@@ -171,6 +179,7 @@ def test_every_request_is_answered_as_it_is_alone_one_step_at_a_time(answers_alo
             limits,
             device,
             overlapped=overlapped,
+            rows=rows,
             graphs=graphs,
             model=FragileToy(),
             fits=one_in(unlucky),

@@ -10,14 +10,13 @@ from engine.graphs import DecodeGraphs
 from engine.loader import LoadedModel, load
 from engine.messages import NewRequest
 from engine.models.moe import MixtureOfExperts
-from engine.runner import Runner
 from engine.sampling.params import SamplingParams
 from kernels import reference, torch_attention
 from kernels.experts import ExpertWeights, StackedExperts, stack_experts
 from kernels.ops import GraphPlans, allocate_kv_cache
 from tests.engine.families import CASES, SMALL, random_model, tokens
 from tests.engine.kernel_tables import use_kernels
-from tests.engine.late_device import LateDevice
+from tests.engine.late_device import LateDevice, row_runner
 from tests.engine.test_graphs import LengthsOnTheDevice
 from tests.engine.toy import toy_core, toy_limits
 
@@ -56,7 +55,7 @@ def answers(loaded: LoadedModel, *, device: LateDevice | None = None) -> dict[in
     graphs = None
     if device:
         graphs = DecodeGraphs(loaded.decoder, kv, device, sizes=[4, 2, 1], max_model_len=limits.max_model_len)
-    runner = Runner(loaded.decoder, kv, device or LateDevice(), graphs=graphs, max_num_seqs=limits.max_num_seqs)
+    runner = row_runner(loaded.decoder, kv, device or LateDevice(), limits, graphs=graphs)
     core = toy_core(limits, runner=runner)
     core.add_requests(
         NewRequest(

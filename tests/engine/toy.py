@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from engine.adapter_slots import AdapterSlots
+from engine.block_moves import SingleMoves
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.device import CpuDevice, Device
 from engine.errors import OutOfMemory
 from engine.graphs import DecodeGraphs, graph_sizes
 from engine.info import EngineInfo
+from engine.inputs import HostInputs
 from engine.loop import PlainLoop
 from engine.plan import StepOutput, StepPlan
 from engine.request import Request
@@ -27,6 +29,7 @@ from engine.sampling.params import SamplingParams
 from engine.scheduler import Scheduler
 from kernels.ops import AttentionBatch, KVCache, allocate_kv_cache
 from kernels.reference import gumbel_noise
+from tests.engine.late_device import row_runner
 
 VOCAB_SIZE = 260
 EOS = 257
@@ -130,10 +133,10 @@ class FaultyRunner:
             raise OutOfMemory("no memory left")
         return self._runner.execute(plan)
 
-    def launch(self, plan: StepPlan, previous: StepInFlight | None) -> StepInFlight:
+    def launch(self, plan: StepPlan) -> StepInFlight:
         if not self._fits(plan):
             raise OutOfMemory("no memory left")
-        return self._runner.launch(plan, previous)
+        return self._runner.launch(plan)
 
     def sample(self, step: StepInFlight) -> None:
         if not self._fits_sampling(step.plan):
@@ -162,19 +165,24 @@ def toy_runner(
     model=None,
     device: Device | None = None,
     *,
+    rows: bool = False,
     graphs: bool = False,
     adapters: AdapterSlots | None = None,
 ) -> Runner:
+    """A runner that has its inputs from the host or, with `rows` or `graphs`, from rows on its device."""
     model, device = model or ToyModel(), device or CpuDevice()
     kv, host = (
         allocate_kv_cache(1, num_blocks, limits.block_size, 1, 2, torch.float32, device.place)
         for num_blocks in (limits.num_kv_blocks, limits.num_host_blocks + 1)
     )
-    captured = None
-    if graphs:
-        sizes = graph_sizes(limits.max_num_seqs)
-        captured = DecodeGraphs(model, kv, device, adapters, sizes=sizes, max_model_len=limits.max_model_len)
-    return Runner(model, kv, device, host, captured, adapters, max_num_seqs=limits.max_num_seqs)
+    if rows or graphs:
+        captured = None
+        if graphs:
+            sizes = graph_sizes(limits.max_num_seqs)
+            captured = DecodeGraphs(model, kv, device, adapters, sizes=sizes, max_model_len=limits.max_model_len)
+        return row_runner(model, kv, device, limits, graphs=captured, adapters=adapters)
+    mover, inputs = SingleMoves(kv, device, host), HostInputs(limits.block_size, device)
+    return Runner(model, kv, device, mover, inputs, adapters, max_num_seqs=limits.max_num_seqs)
 
 
 def run_step(scheduler: Scheduler, runner: Runner, token_budget: int | None = None) -> list[Request]:
