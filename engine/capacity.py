@@ -21,6 +21,7 @@ from engine.loader.quantized import QuantizedTensors
 from engine.loader.sources import TensorSource
 from engine.memory import DEFAULT_GPU_UTILIZATION, kv_cache_dtype, size_kv_pool
 from engine.models.config import ModelConfig
+from engine.row_state import row_state_bytes
 from kernels.ops import kernels_for, kv_bytes_per_token
 from kernels.quantize import int4_group_size
 from kernels.reference_quantized import FLOAT8_BLOCK
@@ -67,6 +68,8 @@ def kv_capacity(config: EngineConfig, gpu_memory: int | None = None) -> Capacity
     max_num_seqs = config.max_num_seqs or (CPU_BUDGETS if gpu_memory is None else CUDA_BUDGETS)[0]
     longest = config.max_model_len or model.max_position_embeddings
     taken = weights + _adapter_bytes(config, model, dtype, stacked=gpu_memory is not None)
+    if gpu_memory is not None:
+        taken += row_state_bytes(max_num_seqs, longest, config.block_size)
     tokens = _pool_tokens(config, gpu_memory, taken, per_token, longest, max_num_seqs)
     return Capacity(tokens, max_num_seqs, min(longest, tokens), config.block_size, weights, per_token)
 
