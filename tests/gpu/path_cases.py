@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from transformers import LlamaConfig
 
-from engine import LLM
+from engine import build
 from engine.models.moe import MixtureOfExperts
 from kernels import reference, reference_quantized
 from kernels.cache import AttentionBatch, KVCache, LayerKV
@@ -129,10 +130,8 @@ def _check_adapters(setting: Setting, eager: bool) -> Found:
     loras = [None, *map(str, paths)]
     asked = [prompt for prompt in prompts()[:2] for _ in loras]
     options = {"max_loras": 2, "max_lora_rank": 16, "enforce_eager": eager}
-    with _with_kernels(setting, "lora"), engine(setting, folder, **options) as llm:
+    with _with_kernels(setting, "lora"), require_graphs(eager), engine(setting, folder, **options) as llm:
         given = answers(llm.generate(asked, greedy(length), lora=loras * 2))
-        if not eager:
-            _require_graphs(llm)
     for place, path in enumerate([None, *paths]):
         adapted = model if path is None else merged(folder, path, _SCALING)
         check_by_model(adapted, asked[place :: len(loras)], given[place :: len(loras)], length)
@@ -146,13 +145,11 @@ def _check_experts(setting: Setting, name: str, eager: bool) -> Found:
     model, folder = saved_model(setting, name)
     asked = prompts()[1:3] if setting.interpreted else prompts()
     entries = ("stack_experts", "mixture_of_experts")
-    with _with_kernels(setting, *entries), engine(setting, folder, enforce_eager=eager) as llm:
+    with _with_kernels(setting, *entries), require_graphs(eager), engine(setting, folder, enforce_eager=eager) as llm:
         decoder = llm._core._loop._runner._model
         mixtures = [part for part in map(_feed_forward, decoder._weights.layers) if isinstance(part, MixtureOfExperts)]
         if not mixtures or not all(mixture.capturable for mixture in mixtures):
             raise AssertionError("the experts are not stacked")
-        if not eager:
-            _require_graphs(llm)
         given = answers(llm.generate(asked, greedy(length)))
     return check_by_model(model, asked, given, length)
 
@@ -180,8 +177,12 @@ def _check_quantised(setting: Setting, quantize: str, tie: float) -> Found:
         return check_by_engine(llm, prompts(), given, length=NEW_TOKENS, tie=tie)
 
 
-def _require_graphs(llm: LLM) -> None:
-    if llm._core._loop._runner._graphs is None:
+@contextmanager
+def require_graphs(eager: bool) -> Iterator[None]:
+    """Raise `AssertionError` if an engine was built within it that is not `eager`, and captured no graph."""
+    with patch.object(build, "DecodeGraphs", wraps=build.DecodeGraphs) as captured:
+        yield
+    if not eager and not captured.called:
         raise AssertionError("no graph was captured")
 
 
