@@ -72,7 +72,7 @@ class RowInputs:
         num_blocks = -(-context_lens // self._block_size)
         cells, blocks = self._new_blocks(plan.rows, slots, starts // self._block_size, num_blocks)
         adapter_slots = slots_of_tokens(plan.rows)
-        graph = self._graphs and self._graphs.fitting(plan, adapts=adapter_slots is not None)
+        graph = self._graphs.fitting(plan, adapts=adapter_slots is not None) if self._graphs else None
         room = self._room(plan, int(num_blocks.max()), graph)
 
         *step, new_cells, new_blocks, logits_rows, of_adapters = self._device.upload(
@@ -96,13 +96,12 @@ class RowInputs:
         return PlacedStep(inputs, logits_rows, graph)
 
     def enter(self, rows: Sequence[PlanRow]) -> Callable[[Tensor], None]:
-        """See `InputBuilder`. Of several tokens drawn for a row, the first is entered: what goes on with another, or
-        with one chosen by the host, is planned when it is known.
+        """See `InputBuilder`. Of several tokens drawn for a row, the last is entered: nobody reads it. What goes on
+        with one of them is planned when it is known.
         """
         slots = np.array([self._slots[row.sequence] for row in rows], dtype=np.int32)
-        ends = np.cumsum([row.num_samples for row in rows])
-        first_draws = (ends - [row.num_samples for row in rows]).astype(np.int32)
-        return partial(self._kernels.advance_rows, self._rows, *self._device.upload(slots, first_draws))
+        draws = np.cumsum([row.num_samples for row in rows], dtype=np.int32) - 1
+        return partial(self._kernels.advance_rows, self._rows, *self._device.upload(slots, draws))
 
     def _new_blocks(
         self, rows: Sequence[PlanRow], slots: np.ndarray, first_written: np.ndarray, num_blocks: np.ndarray

@@ -8,6 +8,7 @@ import torch
 
 from engine.batch import lay_out
 from engine.errors import OutOfMemory
+from engine.lora import LoraAdapter
 from engine.row_slots import RowSlots
 from engine.row_state import RowInputs, row_state_bytes
 from engine.scheduler import Scheduler
@@ -158,6 +159,30 @@ def test_tokens_on_their_way_are_those_last_entered_for_the_row():
     device.synchronize()
     assert placed.inputs.token_ids.tolist() == [52]
     assert placed.inputs.positions.tolist() == [2]
+
+
+class NoAdapters:
+    """Slots whose adapters change nothing."""
+
+    def of_step(self, slots):
+        return None
+
+
+def test_padding_of_a_graph_has_no_adapter_whoever_had_its_row_before():
+    limits, device = toy_limits(), LateDevice()
+    inputs = toy_runner(limits, None, device, graphs=True, adapters=NoAdapters())._inputs
+    for num_rows in (4, 3):
+        scheduler = Scheduler(limits)
+        for index in range(num_rows):
+            asked = request(index, [index])
+            asked.adapter = LoraAdapter(b"", (), slot=index) if index != 1 else None
+            scheduler.add(asked)
+        inputs.place(scheduler.schedule())
+        device.synchronize()
+        seen = inputs._graphs._graphs[4, True].adapter_slots.tolist()
+        assert seen == [0, -1, 2, 3 if num_rows == 4 else -1]
+        for index in range(num_rows):
+            scheduler.abort(index)
 
 
 def sequences(number):
