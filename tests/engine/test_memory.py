@@ -94,8 +94,9 @@ def test_the_measured_step_is_one_of_all_tokens_and_all_rows(tmp_path):
     forward, logits = loaded.decoder.forward, loaded.decoder.logits
     loaded.decoder.forward = lambda ids, *rest: (seen.append(len(ids)), forward(ids, *rest))[1]
     loaded.decoder.logits = lambda hidden: (seen.append(len(hidden)), logits(hidden))[1]
-    build._run_full_step(EngineConfig("m", block_size=8), loaded, CPU, max_num_seqs=6, max_num_batched_tokens=60)
-    assert seen == [60, 6]
+    config = EngineConfig("m", block_size=8)
+    build._run_full_step(config, loaded, CPU, slots=None, max_num_seqs=6, max_num_batched_tokens=60)
+    assert seen == [60, 6, 60, 6]
 
 
 @pytest.mark.parametrize("preallocate_kv", [False, True])
