@@ -72,3 +72,10 @@ def test_a_slot_that_changes_hands_knows_nothing_of_whom_it_had():
             5: 2.0,
             6: 1.25,
         }
+
+
+def test_a_sequence_may_come_to_have_any_number_of_tokens():
+    counts = penalties_cpu.allocate_counts(1, VOCAB_SIZE, CPU)
+    output = [*range(VOCAB_SIZE), *range(0, VOCAB_SIZE, 2)]
+    penalties_cpu.count_tokens(counts, new_tokens({0: ([1], output)}))
+    assert counts[0].output_counts.tolist() == [2.0 - token % 2 for token in counts[0].token_ids.tolist()]

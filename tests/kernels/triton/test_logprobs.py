@@ -70,3 +70,14 @@ def test_a_row_has_the_same_bits_alone_and_among_others(num_top):
         one = slice(row, row + 1)
         alone = logprobs.token_logprobs(logits[one], token_ids[one], num_top)
         assert all(torch.equal(part, whole[one]) for part, whole in zip(alone, together, strict=True))
+
+
+def test_a_chunk_that_is_ruled_out_as_a_whole_adds_nothing():
+    logits = torch.full((2, 20_000), -torch.inf)
+    logits[0, 9000], logits[0, 9001] = 1.0, 3.0
+    logits[1, 5] = -4.0
+    got = logprobs.token_logprobs(logits, torch.tensor([9000, 5]), 2)
+    expected = reference_sampling.token_logprobs(logits, torch.tensor([9000, 5]), 2)
+    torch.testing.assert_close(got.chosen, expected.chosen, rtol=1e-6, atol=2e-6)
+    assert got.ranks.tolist() == [2, 1]
+    assert got.top_token_ids.tolist() == [[9001, 9000], [5, 0]]
