@@ -20,6 +20,12 @@ from kernels.ops import BlockMoves, kernels_for
 from kernels.reference_blocks import allocate_staged_blocks
 
 GARBAGE = -(10**6)
+DEFINED_MOVES = BlockMoves(
+    lambda kv: True,
+    reference_blocks.copy_blocks,
+    reference_blocks.gather_blocks,
+    reference_blocks.scatter_blocks,
+)
 
 
 class LateDevice:
@@ -119,25 +125,23 @@ def _copy(targets, sources):
         target.copy_(source)
 
 
-def row_runner(model, kv, device, limits, *, graphs=None, adapters=None):
-    """A runner as a GPU has it: inputs are built from rows, and blocks are moved many at once."""
-    num_host_blocks = limits.num_host_blocks
-    host = allocate_staged_blocks(kv, num_host_blocks + 1, device.place) if num_host_blocks else None
-    moves = BlockMoves(
-        lambda kv: True,
-        reference_blocks.copy_blocks,
-        reference_blocks.gather_blocks,
-        reference_blocks.scatter_blocks,
-    )
+def row_runner(model, kv, device, limits, *, graphs=None, adapters=None, **entries):
+    """A runner as a GPU has it: inputs are built from rows, and blocks are moved many at once.
+
+    By the definitions of both, or by the table's `entries`.
+    """
+    table = kernels_for(device.place)._replace(**{"block_moves": DEFINED_MOVES, **entries})
     inputs = RowInputs(
         kv.block_size,
         device,
-        kernels_for(device.place),
+        table,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         graphs=graphs,
     )
-    mover = BatchedMoves(kv, device, moves, host, min(2, num_host_blocks))
+    num_host_blocks = limits.num_host_blocks
+    host = allocate_staged_blocks(kv, num_host_blocks + 1, device.place) if num_host_blocks else None
+    mover = BatchedMoves(kv, device, table.block_moves, host, min(2, num_host_blocks))
     return Runner(model, kv, device, mover, inputs, adapters, max_num_seqs=limits.max_num_seqs)
 
 

@@ -9,11 +9,14 @@ from engine.device import CpuDevice
 from engine.plan import PlanRow
 from engine.pooling.rows import sum_tokens
 from engine.row_slots import RowSlots
+from engine.row_state import RowInputs
 from engine.sampling.penalties import PenaltyRows
 from engine.sampling.prompt_logprobs import compute_prompt_logprobs, wanted_tokens
 from engine.sampling.sampler import sample
+from engine.scheduler import Scheduler
 from engine.structured.grammar import GrammarMask
-from tests.engine.toy import request
+from kernels.ops import kernels_for
+from tests.engine.toy import request, toy_limits
 
 VOCAB_SIZE = 260
 
@@ -64,3 +67,18 @@ def test_log_probabilities_of_prompts_and_pooled_sums_wait_for_nothing():
 def test_meta_tensors_show_what_would_wait():
     with pytest.raises((RuntimeError, NotImplementedError)):
         bool(torch.empty(3, device="meta").all())
+
+
+def test_inputs_from_rows_wait_for_nothing():
+    device, limits = MetaDevice(), toy_limits()
+    inputs = RowInputs(
+        limits.block_size, device, kernels_for(device.place), max_num_seqs=4, max_model_len=limits.max_model_len
+    )
+    scheduler = Scheduler(limits)
+    for index, prompt in enumerate(([1], range(9))):
+        scheduler.add(request(index, prompt))
+    plan = scheduler.schedule()
+    placed = inputs.place(plan)
+    assert placed.inputs.token_ids.shape == (10,)
+    assert placed.inputs.attention.block_tables.shape == (2, 3)
+    inputs.enter(plan.rows)(torch.empty(2, dtype=torch.int64, device=device.place))

@@ -6,17 +6,22 @@ import numpy as np
 import pytest
 import torch
 
+from engine import SamplingParams
 from engine.batch import lay_out
 from engine.errors import OutOfMemory
+from engine.loop import OverlappedLoop
 from engine.lora import LoraAdapter
+from engine.messages import NewRequest
 from engine.row_slots import RowSlots
 from engine.row_state import RowInputs, row_state_bytes
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceStatus
 from kernels.cache import NULL_BLOCK
-from kernels.ops import kernels_for
+from kernels.ops import BlockMoves, kernels_for
+from kernels.triton import blocks
+from kernels.triton import inputs as triton_inputs
 from tests.engine.late_device import LateDevice
-from tests.engine.toy import request, run_step, toy_limits, toy_runner
+from tests.engine.toy import answer, request, run_step, toy_core, toy_limits, toy_runner
 
 CPU = torch.device("cpu")
 
@@ -183,6 +188,42 @@ def test_padding_of_a_graph_has_no_adapter_whoever_had_its_row_before():
         assert seen == [0, -1, 2, 3 if num_rows == 4 else -1]
         for index in range(num_rows):
             scheduler.abort(index)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tritons_kernels_build_and_move_the_same(graphs):
+    """An engine in which sequences fork, are swapped out and come back, on a device that runs late."""
+    limits = toy_limits(num_kv_blocks=10, max_model_len=36, max_num_batched_tokens=36, num_host_blocks=20)
+    moves = BlockMoves(blocks.serves, blocks.copy_blocks, blocks.gather_blocks, blocks.scatter_blocks)
+    device = LateDevice()
+    runner = toy_runner(
+        limits,
+        None,
+        device,
+        rows=True,
+        graphs=graphs,
+        block_moves=moves,
+        build_inputs=triton_inputs.build_inputs,
+        advance_rows=triton_inputs.advance_rows,
+    )
+    core = toy_core(limits, runner=runner)
+    core._loop = OverlappedLoop(core.scheduler, runner, limits.max_num_batched_tokens)
+    # Answers of one token first, so that admission expects such, and takes in too many.
+    short = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=list(range(256)), ignore_eos=True)
+    core.add_requests(NewRequest(n, [n], short) for n in range(24))
+    long = {"max_tokens": 16, "ignore_eos": True}
+    core.add_requests(NewRequest(n, [n, 5, 9], SamplingParams(temperature=0, **long)) for n in range(24, 27))
+    core.add_requests([NewRequest(27, [7] * 5, SamplingParams(temperature=4, n=2, seed=0, **long))])
+    outputs = {}
+    while core.has_unfinished:
+        outputs |= {output.index: output for output in core.step()}
+    for n in range(24, 27):
+        assert list(outputs[n].outputs[0].token_ids) == answer([n, 5, 9], 16, ignore_eos=True)
+    first, second = (list(one.token_ids) for one in outputs[27].outputs)
+    assert first != second
+    stats = core.stats()
+    assert stats.swaps > 0
+    assert stats.swapped_blocks_in > 0
 
 
 def sequences(number):

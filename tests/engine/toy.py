@@ -168,8 +168,12 @@ def toy_runner(
     rows: bool = False,
     graphs: bool = False,
     adapters: AdapterSlots | None = None,
+    **entries,
 ) -> Runner:
-    """A runner that has its inputs from the host or, with `rows` or `graphs`, from rows on its device."""
+    """A runner that has its inputs from the host or, with `rows` or `graphs`, from rows on its device.
+
+    Then `entries` may name other kernels than the definitions.
+    """
     model, device = model or ToyModel(), device or CpuDevice()
     kv, host = (
         allocate_kv_cache(1, num_blocks, limits.block_size, 1, 2, torch.float32, device.place)
@@ -180,7 +184,7 @@ def toy_runner(
         if graphs:
             sizes = graph_sizes(limits.max_num_seqs)
             captured = DecodeGraphs(model, kv, device, adapters, sizes=sizes, max_model_len=limits.max_model_len)
-        return row_runner(model, kv, device, limits, graphs=captured, adapters=adapters)
+        return row_runner(model, kv, device, limits, graphs=captured, adapters=adapters, **entries)
     mover, inputs = SingleMoves(kv, device, host), HostInputs(limits.block_size, device)
     return Runner(model, kv, device, mover, inputs, adapters, max_num_seqs=limits.max_num_seqs)
 

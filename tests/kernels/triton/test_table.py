@@ -7,7 +7,7 @@ import torch
 
 from kernels import experts, ops, reference
 from kernels.ops import kernels_for
-from kernels.triton import attention, fp8, kv, lora, w4a16
+from kernels.triton import attention, blocks, fp8, inputs, kv, lora, w4a16
 
 GPU = torch.device("cuda", 0)
 
@@ -33,9 +33,12 @@ def test_a_gpu_gets_tritons_kernels(monkeypatch, capability):
     assert table.write_qkv is kv.write_qkv
     assert table.stack_experts is experts.stack_experts
     assert table.lora is lora.STACKED_LORA
+    assert table.block_moves is not None
+    assert table.block_moves.gather is blocks.gather_blocks
+    assert table.build_inputs is inputs.build_inputs
     kernels = [kernel for kernel in table if kernel is not None]
     of_triton = [kernel for kernel in kernels if kernel.__module__.startswith("kernels.triton.")]
-    assert len(of_triton) == 19
+    assert len(of_triton) == 21
     linear = torch.nn.Linear(16, 64).half()
     gate_up = table.pack_gate_up(linear.weight.detach(), None, "gelu_tanh")
     x = torch.randn(3, 16).half()
