@@ -120,7 +120,7 @@ def _sample_random(logits: Tensor, rows: Sequence[int], batch: SamplingBatch, de
     limits = torch.finfo(torch.float32)
     # An infinite temperature would take to NaN what is -inf.
     temperatures = np.clip([batch.temperature[row] for row in rows], limits.tiny, limits.max).astype(np.float32)
-    columns = [
+    columns: list[np.ndarray] = [
         temperatures,
         np.array([batch.seeds[row] for row in rows], dtype=np.int64),
         np.array([batch.positions[row] for row in rows], dtype=np.int64),
