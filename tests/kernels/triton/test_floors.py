@@ -66,6 +66,12 @@ def test_rows_without_limits_keep_all():
     assert floors.tolist() == [-math.inf, -math.inf]
 
 
+def test_a_top_k_of_all_tokens_but_one_drops_the_last():
+    logits = torch.tensor([[3.0, 1, 2, -5, 0]])
+    kept = _check(logits, torch.ones(1), torch.tensor([4]), torch.ones(1), torch.zeros(1))
+    assert kept.tolist() == [[True, True, True, False, True]]
+
+
 def test_tokens_that_are_equal_to_the_last_one_are_kept():
     logits = torch.tensor([[3.0, 1, 2, 1, 1, 0]]).repeat(2, 1)
     kept = _check(logits, torch.ones(2), torch.tensor([3, 0]), torch.tensor([1.0, 0.9]), torch.zeros(2))
