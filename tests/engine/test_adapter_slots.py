@@ -172,25 +172,6 @@ def test_only_a_step_with_an_adapter_is_replayed_from_the_graphs_that_add_them(
     assert bool(added) == with_adapter
 
 
-def test_padded_rows_have_no_adapter(base, adapters, monkeypatch):
-    late = Late(base, monkeypatch, max_loras=1)
-    padded, graphs = [], late.core._loop._runner._graphs
-    fitting = graphs.fitting
-
-    class Watched:
-        def __init__(self, graph):
-            self.replay = graph.replay
-            self._graph = graph
-
-        def pad(self, arrays):
-            padded.append(self._graph.pad(arrays).adapter_slots.tolist())
-            return self._graph.pad(arrays)
-
-    graphs.fitting = lambda arrays: Watched(graph) if (graph := fitting(arrays)) else None
-    late.answers([(prompt, adapters[0], 6) for prompt in PROMPTS])
-    assert [0, 0, 0, -1] in padded
-
-
 def rank_one(value):
     return {(0, "down"): [LowRank(torch.full((1, 2), float(value)), torch.ones(3, 1), 0, 3)]}
 
