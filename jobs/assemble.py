@@ -73,7 +73,7 @@ def _stored_plan(stores: Stores, layout: JobLayout) -> Plan:
     try:
         return load_plan(stores.read(layout.plan))
     except ObjectNotFound:
-        return Plan(0, 0, (), ())  # cancelled before it was planned
+        return Plan(0, 0, (), (), in_runs=False)  # cancelled before it was planned
 
 
 def _segment(record: SegmentRecord | DeadShard) -> SegmentRecord:

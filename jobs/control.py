@@ -72,7 +72,7 @@ class Control:
                 stored = self._stored(spec.layout.plan)
                 if (manifest := self._stored(spec.layout.manifest)) is not None:
                     # A job that was cancelled before it was planned has a manifest and no plan.
-                    stored_plan = Plan(0, 0, (), ()) if stored is None else load_plan(stored)
+                    stored_plan = Plan(0, 0, (), (), in_runs=False) if stored is None else load_plan(stored)
                     self._ledger.restore(Manifest.model_validate_json(manifest), stored_plan)
                     return
                 if (failure := stored_failure(spec.layout, self._stores)) is not None:
@@ -96,6 +96,7 @@ class Control:
                     rows=planned.rows,
                     errors=planned.first_errors,
                     error_count=planned.bad,
+                    in_runs=planned.in_runs,
                 )
                 failpoint("plan.opened")
                 self._tokens.work(spec.model, min(len(planned.shards), FIRST_TOKENS))

@@ -9,6 +9,7 @@
     pm:swept, pm:sweeping     S  when jobs were last driven on, with an expiry: for people, and for the next sweep
     pm:{<job>}:job            H  state, spec, counters, times
              :ready           Z  shard -> its place in line; a paused job's are not handed out
+             :at              H  worker -> the place in line of the shard that it was handed last, if in runs
              :leases          Z  shard -> expiry in ms by the server's clock
              :own             H  s:<shard> -> attempt, a:<attempt> -> shard, f:<shard> -> fence
              :commit          H  shard -> record; written once, never replaced
@@ -171,7 +172,7 @@ class Ledger:
         """Put planned shards up; 'ok', or the state of a job that is no longer being planned."""
         waiting = iter(shards)
         while some := list(islice(waiting, _CHUNK)):
-            args = [item for shard in some for item in (shard.index, dump_shard(shard).decode())]
+            args = [item for shard in some for item in (shard.index, shard.place, dump_shard(shard).decode())]
             if (reply := self._run("add_shards", self._keys(job_id, "job", "ready", "shards"), args)) != "ok":
                 return cast(str, reply)
         return "ok"
@@ -186,9 +187,23 @@ class Ledger:
             if reply != "ok" or len(some) < _CHUNK:
                 return reply
 
-    def open(self, spec: JobSpec, *, shards: int, rows: int, errors: Sequence[RowError], error_count: int) -> str:
-        """The plan is complete: workers may lease. 'ok', or the state that forbids it."""
+    def open(
+        self,
+        spec: JobSpec,
+        *,
+        shards: int,
+        rows: int,
+        errors: Sequence[RowError],
+        error_count: int,
+        in_runs: bool = False,
+    ) -> str:
+        """The plan is complete: workers may lease, in runs of the line if `in_runs`.
+
+        'ok', or the state that forbids it.
+        """
         fields = {"rows": rows, "errors": dump_errors(errors), "error_count": error_count}
+        if in_runs:
+            fields["in_runs"] = 1
         return cast(str, self._run("open", self._keys(spec.id, "job"), [spec.id, shards, _now(), *_flat(fields)]))
 
     def fail(
@@ -288,15 +303,18 @@ class Ledger:
 
     # --- leases -------------------------------------------------------------------------------------------------
 
-    def lease(self, model: str, attempt: str, ttl: float, share: FairShare = EQUAL_SHARES) -> Lease | None:
+    def lease(
+        self, model: str, attempt: str, ttl: float, share: FairShare = EQUAL_SHARES, worker: str = ""
+    ) -> Lease | None:
         """The next shard of the model's jobs, or None if none is ready.
 
         Raises UnreadableJob where it is of a job that this version cannot read; it is left to others.
 
         The highest priority comes first, then the tenant, and then the job, that has had the fewest shards for its
-        weight, then the oldest job: see lua/queue.lua.
+        weight, then the oldest job: see lua/queue.lua. Of the job, the first shard in line, or where neighbours have
+        prefixes in common, the one after what the `worker` has had: see lua/lease.lua.
         """
-        args = [model_key(model), attempt, _ms(ttl), _now(), _ms(share.patience), *_flat(dict(share.weights))]
+        args = [model_key(model), attempt, _ms(ttl), _now(), _ms(share.patience), worker, *_flat(dict(share.weights))]
         reply = self._run("lease", [], args)
         if reply[0] == "empty":
             return None
@@ -466,7 +484,7 @@ class Ledger:
     def _finish(
         self, job_id: str, from_state: str, to_state: str, fields: dict[str, Any], ended_at: int | None = None
     ) -> str:
-        keys = self._keys(job_id, "job", "ready", "leases", "own", "progress", "shards")
+        keys = self._keys(job_id, "job", "ready", "leases", "own", "progress", "shards", "at")
         keys = [keys[0], "pm:live", "pm:deadlines", "pm:outputs", *keys[1:]]
         return cast(str, self._run("finish", keys, [job_id, from_state, to_state, ended_at or _now(), *_flat(fields)]))
 

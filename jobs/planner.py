@@ -22,8 +22,10 @@ from jobs.errors import InputChanged, PagemillError, RowError
 from jobs.formats.jsonl import Line
 from jobs.lines import read_lines
 from jobs.parquet_rows import Rows, columns_passed_on, lines_of, read_batches
-from jobs.quick_check import answer_tokens, quick_check
-from jobs.row_fields import shown
+from jobs.pooling import Pooling
+from jobs.prefixes import Beginnings
+from jobs.quick_check import Good, answer_tokens, quick_check
+from jobs.row_fields import Prompt, shown
 from jobs.rows import Row, parse_row
 from jobs.settings import Settings
 from jobs.shards import Plan, RowErrors, Shard, dump_plan, dump_shard, load_plan, load_shard
@@ -97,13 +99,14 @@ def plan(
         look.at_lines(read_lines(spec, stores, source, 0, source.end, 1, on_read))
     if cutter.rows == 0:
         raise PagemillError("The input has no rows.", code="empty_file", hint="Each line is to be a JSON object.")
-    shards, errors = cutter.finish(), look.errors
+    shards, in_runs = cutter.finish()
+    errors = look.errors
     if repeated := look.digests.repeated():
         again = _read(spec, stores, source, _whole(source), lambda size: on_progress(cutter.rows, source.end))
         rows = islice(again, spec.input.limit)
         shards, errors = _with_duplicates(spec, rows, shards, errors, Repeats(repeated))
     schema = None if look.finder is None else look.finder.schema()
-    return Planned(cutter.rows, errors.count, tuple(shards), tuple(errors.first), errors, schema)
+    return Planned(cutter.rows, errors.count, tuple(shards), tuple(errors.first), in_runs, errors, schema)
 
 
 def shard_rows(spec: JobSpec, stores: Store, shard: Shard) -> Iterator[PlannedRow]:
@@ -134,7 +137,7 @@ def raw_lines(spec: JobSpec, stores: Store, shards: Sequence[Shard] | None) -> I
 
 
 def _whole(source: Source) -> Shard:
-    return Shard(index=0, first_row=0, rows=0, start=0, end=source.end, first_line=1)
+    return Shard(index=0, first_row=0, rows=0, start=0, end=source.end, first_line=1, place=0)
 
 
 def _read(
@@ -164,10 +167,10 @@ class _Look:
             data = line.data or b""
             good = look(data) or self._closely(line)
             if good is None:
-                cut(line, 0)
+                cut(line, 0, None)
                 continue
-            custom_id, tokens = good
-            cut(line, len(data) // _BYTES_PER_TOKEN + tokens)
+            custom_id, tokens, prompt = good
+            cut(line, len(data) // _BYTES_PER_TOKEN + tokens, prompt)
             if custom_id is not None:
                 hold(custom_id)
 
@@ -183,12 +186,15 @@ class _Look:
             if good is None:
                 self.at_lines(lines_of(rows, spec.max_line_bytes))
                 continue
-            for number, custom_id, size in zip(rows.numbers, good.custom_ids, good.sizes, strict=False):
-                cutter.add(Line(number + 1, None, number + 1, None, rows.file), size // _BYTES_PER_TOKEN + good.tokens)
+            for number, custom_id, size, prompt in zip(
+                rows.numbers, good.custom_ids, good.sizes, good.prompts, strict=False
+            ):
+                line = Line(number + 1, None, number + 1, None, rows.file)
+                cutter.add(line, size // _BYTES_PER_TOKEN + good.tokens, prompt)
                 if custom_id is not None:
                     self.digests.add(custom_id)
 
-    def _closely(self, line: Line) -> tuple[str | None, int] | None:
+    def _closely(self, line: Line) -> Good | None:
         """As `quick_check`, of any row; one that is not good is put down."""
         row = parse_row(line, self._spec)
         if self.finder is not None:
@@ -196,7 +202,8 @@ class _Look:
         if isinstance(row, RowError):
             self.errors.add(row)
             return None
-        return row.custom_id, answer_tokens(row.params)
+        prompt = None if isinstance(row.params, Pooling) else row.prompts[0]
+        return row.custom_id, answer_tokens(row.params), prompt
 
 
 def _nothing(data: bytes) -> None:
@@ -219,22 +226,32 @@ class _Cutter:
         self._full_at = self._max_rows
         self._last: Line | None = None
         self._tokens = 0
+        self._beginnings = Beginnings() if limits.shard_order == "prefix" else None
         self.rows = 0
 
-    def add(self, line: Line, tokens: int) -> None:
+    def add(self, line: Line, tokens: int, prompt: Prompt | None) -> None:
         self.rows += 1
+        if prompt is not None and self._beginnings is not None:
+            self._beginnings.add(prompt)
         self._last = line
         self._tokens += tokens
         if self._tokens >= self._max_tokens or self.rows >= self._full_at:
             self._cut(line)
 
-    def finish(self) -> list[Shard]:
-        """The shards. Where all rows were asked for, the last one has the blank lines at the end of the file too."""
+    def finish(self) -> tuple[list[Shard], bool]:
+        """The shards with their places, and whether workers had better take them in runs.
+
+        Where all rows were asked for, the last one has the blank lines at the end of the file too.
+        """
         if self._last is not None and self.rows > self._first_row:
             self._cut(self._last)
         if self._limit is None:
             self._shards[-1] = replace(self._shards[-1], end=self._source.end)
-        return self._shards
+        if self._beginnings is None:
+            return self._shards, False
+        line = self._beginnings.line()
+        shards = [replace(shard, place=place) for shard, place in zip(self._shards, line.places, strict=True)]
+        return shards, line.in_runs
 
     def _cut(self, last: Line) -> None:
         end = self._source.starts[last.file] + last.end
@@ -246,8 +263,11 @@ class _Cutter:
                 start=self._start,
                 end=end,
                 first_line=self._first_line,
+                place=len(self._shards),
             )
         )
+        if self._beginnings is not None:
+            self._beginnings.end_shard()
         self._start, self._first_row, self._first_line = end, self.rows, last.number + 1
         self._tokens = 0
         if len(self._shards) % SHARDS_OF_A_SIZE == 0:

@@ -1,19 +1,20 @@
 """A quick look at rows as most are: that they are good, and what they cost.
 
-The planner reads every row, and needs of a good one nothing but its custom_id and how long it may answer. What this
-does not see at once to be good, it leaves to `parse_row`: it never says of a row what `parse_row` does not say.
+The planner reads every row, and needs of a good one nothing but its custom_id, how long it may answer and what its
+prompt begins with. What this does not see at once to be good, it leaves to `parse_row`: it never says of a row what
+`parse_row` does not say.
 """
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pydantic_core import from_json, to_json
 
 from jobs.formats.json_keys import count_kept, repeated_key
 from jobs.openai_rows import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, LINE_FIELDS, MAX_CUSTOM_ID, read_request
 from jobs.pooling import Pooling
-from jobs.row_fields import RowRefused, are_plain_messages
+from jobs.row_fields import Prompt, RowRefused, are_plain_messages
 from jobs.rows import MAX_DEPTH, SAMPLING_COLUMNS, result_columns
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, RecordRows
@@ -21,7 +22,10 @@ from jobs.spec import JobSpec, OpenAIRows, RecordRows
 ANSWER_TOKENS = 256
 """The guess for an answer without a limit of its own."""
 
-QuickCheck = Callable[[bytes], tuple[str | None, int] | None]
+Good = tuple[str | None, int, Prompt | None]
+"""What the planner needs of a good row: its custom_id, if it counts, the most tokens of its answers, and the prompt,
+which is None for what is embedded."""
+QuickCheck = Callable[[bytes], Good | None]
 
 _MAX_KNOWN, _MAX_KNOWN_BYTES = 1000, 4096
 _SEEDS = range(-(2**63), 2**63)
@@ -36,11 +40,7 @@ def answer_tokens(params: Sampling | Pooling) -> int:
 
 
 def quick_check(spec: JobSpec) -> QuickCheck:
-    """What looks at the lines of a job.
-
-    It returns a good row's custom_id, if it counts, and the most tokens of its answers; None for a line that
-    `parse_row` has to look at.
-    """
+    """What looks at the lines of a job. It returns None for a line that `parse_row` has to look at."""
     return _openai_check(spec) if isinstance(spec.rows, OpenAIRows) else _record_check(spec.rows, spec)
 
 
@@ -49,10 +49,11 @@ def _record_check(shape: RecordRows, spec: JobSpec) -> QuickCheck:
     column = shape.prompt_column or shape.messages_column
     tokens = answer_tokens(spec.pooling if shape.embed else spec.sampling)
     is_good = _is_prompt if shape.prompt_column is not None else are_plain_messages
+    prompt_of = _no_prompt if shape.embed else _text if shape.prompt_column is not None else tuple
     if column is None or shape.system_template is not None:
         return lambda data: None
 
-    def look(data: bytes) -> tuple[str | None, int] | None:
+    def look(data: bytes) -> Good | None:
         try:
             record = from_json(data, allow_inf_nan=False, cache_strings="keys")
         except ValueError:
@@ -70,19 +71,19 @@ def _record_check(shape: RecordRows, spec: JobSpec) -> QuickCheck:
             return None
         custom_id = record.get("custom_id")
         counts = type(custom_id) is str and len(custom_id) <= MAX_CUSTOM_ID
-        return custom_id if counts else None, tokens
+        return custom_id if counts else None, tokens, prompt_of(record[column])
 
     return look
 
 
 def _openai_check(spec: JobSpec) -> QuickCheck:
     endpoints = {
-        CHAT_URL: _Endpoint("messages", are_plain_messages, {}),
-        COMPLETIONS_URL: _Endpoint("prompt", _is_prompt, {}),
-        EMBEDDINGS_URL: _Endpoint("input", _is_prompt, {}),
+        CHAT_URL: _Endpoint("messages", are_plain_messages, tuple, {}),
+        COMPLETIONS_URL: _Endpoint("prompt", _is_prompt, _text, {}),
+        EMBEDDINGS_URL: _Endpoint("input", _is_prompt, _no_prompt, {}),
     }
 
-    def look(data: bytes) -> tuple[str | None, int] | None:
+    def look(data: bytes) -> Good | None:
         try:
             record = from_json(data, allow_inf_nan=False, cache_strings="keys")
         except ValueError:
@@ -97,7 +98,7 @@ def _openai_check(spec: JobSpec) -> QuickCheck:
             return None
         if not 1 <= len(custom_id) <= MAX_CUSTOM_ID or (endpoint := endpoints.get(url)) is None:
             return None
-        name, is_good, known = endpoint
+        name, is_good, prompt_of, known = endpoint
         content: Any = body.get(name)
         if not is_good(content):
             return None
@@ -124,7 +125,7 @@ def _openai_check(spec: JobSpec) -> QuickCheck:
         # As `repeated_key` begins, which is then not called for most rows.
         if data.count(b'"') != 2 * (keys + texts) and repeated_key(data, keys, texts) is not None:
             return None
-        return custom_id, tokens
+        return custom_id, tokens, prompt_of(content)
 
     return look
 
@@ -138,10 +139,12 @@ class _Asked(NamedTuple):
 
 
 class _Endpoint(NamedTuple):
-    """The field of a body that has the content, whether that is as most are, and the parameters seen beside it."""
+    """The field of a body that has the content, whether that is as most are, the prompt that it is, and the parameters
+    seen beside it."""
 
     content: str
     is_good: Callable[[Any], bool]
+    prompt_of: Callable[[Any], Prompt | None]
     known: dict[bytes, _Asked]
 
 
@@ -158,6 +161,14 @@ def _parameters(body: dict[str, Any]) -> bytes:
     if type(body.get("user")) is str:
         body["user"] = ""
     return to_json(body)
+
+
+def _text(content: Any) -> Prompt:
+    return cast(str, content)
+
+
+def _no_prompt(content: Any) -> None:
+    """Nothing is saved where prompts that are embedded begin alike."""
 
 
 def _is_prompt(value: Any) -> bool:

@@ -9,7 +9,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from tomllib import TOMLDecodeError
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
@@ -63,6 +63,9 @@ class Settings(BaseSettings):
     twice as many, and so on."""
     max_shard_rows: Annotated[int, Field(ge=1)] = 1_000
     """And when it has this many rows, or twice as many, and so on."""
+    shard_order: Literal["prefix", "file"] = "prefix"
+    """Which shards are worked on first: those whose prompts begin alike one after the other, or as they are in the
+    file. The output is in the order of the file either way."""
     max_copy_bytes: Annotated[int, Field(ge=1)] = 256 << 30
     """The planner writes compressed files, CSV and TSV to storage as JSON lines: those of one job up to this many."""
 

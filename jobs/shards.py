@@ -19,9 +19,10 @@ _MAX_SPOOLED_LINE = 1024 * 1024
 class Shard:
     """A contiguous range of rows: rows [first_row, first_row + rows) in the bytes [start, end) of the input.
 
-    `first_line` is the number of the line that begins at `start`. Of `duplicates`, bit i stands for row
-    `first_row` + i, and tells that its custom_id stands earlier in the file: the row is refused, which the shard's own
-    bytes do not say.
+    `first_line` is the number of the line that begins at `start`. `place` is the shard's in the line: the lowest is
+    worked on first, and neighbours share prefixes where `jobs.prefixes` has found some. Of `duplicates`, bit i stands
+    for row `first_row` + i, and tells that its custom_id stands earlier in the file: the row is refused, which the
+    shard's own bytes do not say.
     """
 
     index: int
@@ -30,6 +31,7 @@ class Shard:
     start: int
     end: int
     first_line: int
+    place: int
     duplicates: int = 0
 
     def is_duplicate(self, row: int) -> bool:
@@ -38,12 +40,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a job is cut: its rows, of which `bad` cannot run, and the first hundred errors in line order."""
+    """How a job is cut: its rows, of which `bad` cannot run, and the first hundred errors in line order.
+
+    `in_runs`: a worker had better take shards that follow each other in line, as they have prefixes in common.
+    """
 
     rows: int
     bad: int
     shards: tuple[Shard, ...]
     first_errors: tuple[RowError, ...]
+    in_runs: bool
 
 
 class RowErrors:
@@ -77,17 +83,20 @@ class RowErrors:
 
 
 def dump_shard(shard: Shard) -> bytes:
-    """The shard as one line of compact JSON, without the newline."""
+    """The shard as one line of compact JSON, without the newline, and without what is as in most."""
     fields = asdict(shard)
-    duplicates = fields.pop("duplicates")
-    return dumps({**fields, "duplicates": f"{duplicates:x}"} if duplicates else fields)
+    if duplicates := fields.pop("duplicates"):
+        fields["duplicates"] = f"{duplicates:x}"
+    if shard.place == shard.index:
+        del fields["place"]
+    return dumps(fields)
 
 
 def load_shard(data: bytes | str) -> Shard:
     """The shard that `dump_shard` wrote. Raises UnreadableJob for one that a newer version wrote."""
     fields = json.loads(data)
     try:
-        return Shard(**{**fields, "duplicates": int(fields.get("duplicates", "0"), 16)})
+        return Shard(**{"place": fields["index"], **fields, "duplicates": int(fields.get("duplicates", "0"), 16)})
     except TypeError as error:
         raise UnreadableJob(f"This version cannot read a shard of the job's plan: {error}") from error
 
@@ -100,6 +109,7 @@ def dump_plan(plan: Plan) -> bytes:
         "bad": plan.bad,
         "shards": len(plan.shards),
         "errors": [error.model_dump() for error in plan.first_errors],
+        "in_runs": plan.in_runs,
     }
     return b"".join(line + b"\n" for line in [dumps(header), *map(dump_shard, plan.shards)])
 
@@ -117,6 +127,7 @@ def load_plan(data: bytes) -> Plan:
             header["bad"],
             tuple(load_shard(line) for line in lines),
             tuple(RowError.model_validate(error) for error in header["errors"]),
+            header.get("in_runs", False),
         )
         complete = header["format"] == _FORMAT and header["shards"] == len(plan.shards)
     except (ValueError, KeyError, TypeError) as error:

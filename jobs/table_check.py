@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from jobs.openai_rows import MAX_CUSTOM_ID
+from jobs.prefixes import LENGTHS
 from jobs.quick_check import answer_tokens
 from jobs.rows import SAMPLING_COLUMNS, result_columns
 from jobs.spec import JobSpec, RecordRows
@@ -25,10 +26,12 @@ _IS_PLAIN = (*_IS_TEXT, kinds.is_integer, kinds.is_float32, kinds.is_float64, ki
 
 
 class GoodRows(NamedTuple):
-    """Of each row of a batch, its custom_id, if it counts, and about its length as JSON; of all, the longest answer."""
+    """Of each row of a batch, its custom_id, if it counts, about its length as JSON, and what its prompt begins with;
+    of all, the longest answer."""
 
     custom_ids: Iterable[str | None]
     sizes: list[int]
+    prompts: Iterable[str | None]
     tokens: int
 
 
@@ -62,7 +65,10 @@ def table_check(spec: JobSpec, columns: pa.Schema) -> Callable[[pa.RecordBatch],
             if name != prompt:
                 sizes = pc.add(sizes, pc.fill_null(pc.binary_length(batch.column(name)), 0))
         custom_ids = repeat(None) if ids is None else ids.to_pylist()
-        return GoodRows(custom_ids, [frame + size for size in sizes.to_pylist()], tokens)
+        heads = (
+            repeat(None) if shape.embed else pc.utf8_slice_codeunits(batch.column(prompt), 0, LENGTHS[-1]).to_pylist()
+        )
+        return GoodRows(custom_ids, [frame + size for size in sizes.to_pylist()], heads, tokens)
 
     return look
 

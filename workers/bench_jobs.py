@@ -21,6 +21,7 @@ from typing import Any, Self
 import psutil
 
 from engine.config import EngineConfig
+from engine.process import EngineProcess
 from jobs.broker import Tokens, make_app
 from jobs.connection import connect
 from jobs.control import Control
@@ -114,7 +115,7 @@ def bench_jobs(rows: int, workers: int, settings: Settings, servers: Mapping[str
     _write_input(source, rows)
     with Supervisor(settings.state_dir / "log", grace=settings.stop_grace) as supervisor:
         supervisor.start(valkey_child(settings))
-        with _Workers(workers, settings) as crew:
+        with Crew(workers, settings, EngineConfig(_MODEL, max_num_seqs=_ROWS_IN_A_STEP), StubProcess) as crew:
             watch = _Stopwatch(
                 rows,
                 {
@@ -129,7 +130,7 @@ def bench_jobs(rows: int, workers: int, settings: Settings, servers: Mapping[str
     return JobsBench(rows, source.stat().st_size, workers, settings.storage_url, tuple(watch.stages), _peak_bytes())
 
 
-def _run(source: Path, rows: int, settings: Settings, crew: "_Workers", watch: _Stopwatch) -> None:
+def _run(source: Path, rows: int, settings: Settings, crew: "Crew", watch: _Stopwatch) -> None:
     ledger, stores = Ledger(connect(settings.ledger_url)), Stores(settings)
     tokens = Tokens(make_app(settings))
     control = Control(ledger, stores, tokens, settings)
@@ -153,18 +154,20 @@ def _run(source: Path, rows: int, settings: Settings, crew: "_Workers", watch: _
     stores.delete(info.url for info in stores.list(f"{spec.layout.root}/"))
 
 
-class _Workers:
+class Crew:
     """Worker processes in which an interpreter and an engine have started, which is not what is measured.
 
     They stay until the end of the block, so that their CPU time can be read.
     """
 
-    def __init__(self, count: int, settings: Settings) -> None:
+    def __init__(self, count: int, settings: Settings, engine: EngineConfig, process: type[EngineProcess]) -> None:
         context = multiprocessing.get_context("spawn")
         self._ready, self._go, self._leave = context.Barrier(count + 1), context.Event(), context.Event()
         self._idle = [context.Event() for _ in range(count)]
         self._processes = [
-            context.Process(target=_serve, args=(settings, self._ready, self._go, idle, self._leave), daemon=True)
+            context.Process(
+                target=_serve, args=(settings, engine, process, self._ready, self._go, idle, self._leave), daemon=True
+            )
             for idle in self._idle
         ]
 
@@ -204,19 +207,27 @@ def _write_input(path: Path, rows: int) -> None:
             file.write(dumps({"id": row, "prompt": f"{row}: {_TEXT}"}) + b"\n")
 
 
-def _serve(settings: Settings, ready: Barrier, go: Event, idle: Event, leave: Event) -> None:
+def _serve(
+    settings: Settings,
+    engine: EngineConfig,
+    process: type[EngineProcess],
+    ready: Barrier,
+    go: Event,
+    idle: Event,
+    leave: Event,
+) -> None:
     """A worker's process: slots, heartbeat and host as in `pagemill worker`."""
-    host = EngineHost(EngineConfig(_MODEL, max_num_seqs=_ROWS_IN_A_STEP), StubProcess)
+    host = EngineHost(engine, process)
     info = host.start()
-    slots = slots_for(_ROWS_IN_A_STEP)
+    slots = slots_for(info.max_num_seqs)
     ledger = Ledger(connect(settings.ledger_url))
-    context = slot_context(settings, ledger, Tokens(make_app(settings)), host, info, _MODEL, slots)
+    context = slot_context(settings, ledger, Tokens(make_app(settings)), host, info, engine.model, slots)
     context.heartbeat.start()
     settle_in()
     ready.wait(_START_S)
     go.wait()
     with ThreadPoolExecutor(slots) as pool:
-        for slot in [pool.submit(work, _MODEL, context) for _ in range(slots)]:
+        for slot in [pool.submit(work, engine.model, context) for _ in range(slots)]:
             slot.result()
     idle.set()
     leave.wait()

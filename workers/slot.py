@@ -137,7 +137,7 @@ def work(model: str, context: SlotContext) -> None:
             if not admitted:
                 return
             try:
-                lease = context.ledger.lease(model, uuid4().hex, context.lease_ttl, context.share)
+                lease = context.ledger.lease(model, uuid4().hex, context.lease_ttl, context.share, context.worker_id)
                 if lease is None:
                     return
                 if alone := lease.tries > _TRIES_IN_COMPANY and not alone:

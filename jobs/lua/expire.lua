@@ -7,7 +7,7 @@ for _, shard in ipairs(expired) do
   redis.call('HDEL', KEYS[4], 's:' .. shard, 'f:' .. shard, 'a:' .. (attempt or ''))
   redis.call('ZREM', KEYS[3], shard)
   redis.call('HDEL', KEYS[5], shard)
-  redis.call('ZADD', KEYS[2], shard, shard)
+  put_up(ARGV[1], shard)
 end
 requeue(ARGV[1])
 local paused = redis.call('HEXISTS', KEYS[1], 'paused') == 1

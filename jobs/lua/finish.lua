@@ -1,5 +1,5 @@
 -- End a job. Its output is free for another.
--- KEYS job, live, deadlines, outputs, ready, leases, own, progress, shards
+-- KEYS job, live, deadlines, outputs, ready, leases, own, progress, shards, at
 -- ARGV id, from_state, to_state, now_s, field, value, ...
 -- Returns 'ok' (again if it ended so before), or the state that forbids it. The commit records stay, as the job's history.
 local state, claims = unpack(redis.call('HMGET', KEYS[1], 'state', 'claims'))
@@ -10,7 +10,7 @@ redis.call('HDEL', KEYS[1], 'paused', 'ending', 'claims')
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('HDEL', KEYS[4], unpack(cjson.decode(claims)))
-redis.call('DEL', KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9])
+redis.call('DEL', unpack(KEYS, 5))
 requeue(ARGV[1])
 tell(ARGV[1])
 return 'ok'

@@ -1,14 +1,16 @@
 -- Hand one shard of a model's jobs to one attempt, with a fence that only grows.
--- ARGV model, attempt, ttl_ms, now_s, patience_ms, tenant, weight, ... (a tenant that is not listed has the weight 1)
+-- ARGV model, attempt, ttl_ms, now_s, patience_ms, worker, tenant, weight, ... (a tenant that is not listed has the weight 1)
 -- Returns {'ok', job, spec, shard, fence, plan, tries}, or {'empty'}. Keys follow from what the queue holds: see queue.lua.
 -- An attempt that holds a shard gets the same answer again: the first reply may have been lost.
 -- Tries are counted here and not at failure, since a shard that kills its worker never reports one.
 -- The highest priority is served. A lower one that got nothing for patience_ms comes first, at every fourth turn at most.
+-- Of the job whose turn it is, the shard is the first in line, or, where the job is worked on in runs, the next in the
+-- worker's run: see next_in_line.
 local TURNS = 3
-local model, attempt, now = 'pm:queue:' .. ARGV[1], ARGV[2], now_ms()
+local model, attempt, now, worker = 'pm:queue:' .. ARGV[1], ARGV[2], now_ms(), ARGV[6]
 local asked = 'pm:asked:' .. attempt
 local weights = {}
-for i = 6, #ARGV, 2 do weights[ARGV[i]] = tonumber(ARGV[i + 1]) end
+for i = 7, #ARGV, 2 do weights[ARGV[i]] = tonumber(ARGV[i + 1]) end
 
 local function key(id, name) return 'pm:{' .. id .. '}:' .. name end
 
@@ -54,20 +56,74 @@ local function charge(priority, tenant, place, weight)
   redis.call('ZADD', model .. ':served', now, priority)
 end
 
+-- Of a job whose neighbours in line have prefixes in common: a worker computes a prefix once for shards that it has one
+-- after the other. So each worker has a run of the line: it begins at the shard that the worker was handed last, and goes
+-- to where the next one begins. A worker that is new to the job, or at the end of its run, takes what is in no run, and
+-- then the second half of the longest.
+--     line    . . . a a a . . . . . b b b . . . .      a, b: what two workers were handed
+--             nobody's  a's run         b's run
+local function next_in_runs(id)
+  local ready, at = key(id, 'ready'), key(id, 'at')
+  local function one_of(first, last, number)
+    return redis.call('ZRANGEBYSCORE', ready, first, last, 'LIMIT', number, 1)[1]
+  end
+  local mine, others = nil, {}
+  local found = redis.call('HGETALL', at)
+  for i = 1, #found, 2 do
+    local place = tonumber(found[i + 1])
+    if found[i] == worker then mine = place else table.insert(others, {place = place, worker = found[i]}) end
+  end
+  table.sort(others, function(one, other) return one.place < other.place end)
+  if mine then
+    local ends = '+inf'
+    for _, other in ipairs(others) do
+      if other.place > mine then ends = '(' .. other.place; break end
+    end
+    local shard = one_of(mine, ends, 0)
+    if shard then return shard end
+  end
+  local ends = {}
+  for _, other in ipairs(others) do
+    -- Who is gone has no run: what was in it belongs to the one before.
+    if redis.call('EXISTS', 'pm:worker:' .. other.worker) == 1 then
+      table.insert(ends, '(' .. other.place)
+    else
+      redis.call('HDEL', at, other.worker)
+    end
+  end
+  table.insert(ends, '+inf')
+  local first, most, longest = '-inf', 0, nil
+  for i, last in ipairs(ends) do
+    local count = redis.call('ZCOUNT', ready, first, last)
+    if i == 1 and count > 0 then return one_of(first, last, 0) end
+    if count > most then most, longest = count, {first, last} end
+    first = last:sub(2)
+  end
+  return longest and one_of(longest[1], longest[2], math.floor(most / 2))
+end
+
+local function next_in_line(id)
+  if worker ~= '' and redis.call('HEXISTS', key(id, 'job'), 'in_runs') == 1 then return next_in_runs(id) end
+  return redis.call('ZRANGE', key(id, 'ready'), 0, 0)[1]
+end
+
 -- The next shard of a job that may be tried once more, with its fence; those that were tried too often are settled as
 -- dead on the way.
 local function take(id)
   local job, commit = key(id, 'job'), key(id, 'commit')
   local max_tries, total = unpack(redis.call('HMGET', job, 'max_tries', 'total'))
   while true do
-    local shard = redis.call('ZPOPMIN', key(id, 'ready'))[1]
+    local shard = next_in_line(id)
     if not shard then return nil end
+    local place = redis.call('ZSCORE', key(id, 'ready'), shard)
+    redis.call('ZREM', key(id, 'ready'), shard)
     if redis.call('HEXISTS', commit, shard) == 0 then
       local tries = redis.call('HINCRBY', key(id, 'tries'), shard, 1)
       if tries <= tonumber(max_tries) then
         local fence = redis.call('HINCRBY', job, 'fence', 1)
         redis.call('HSET', key(id, 'own'), 's:' .. shard, attempt, 'a:' .. attempt, shard, 'f:' .. shard, fence)
         redis.call('HSETNX', job, 'started_at', ARGV[4])
+        if worker ~= '' then redis.call('HSET', key(id, 'at'), worker, place) end
         return shard, tostring(fence)
       end
       local fault = redis.call('HGET', key(id, 'faults'), shard) or nil

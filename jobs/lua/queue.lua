@@ -71,6 +71,12 @@ local function move(id, priority)
   requeue(id)
 end
 
+-- Make a shard ready to be handed out, at its place in line.
+local function put_up(id, shard)
+  local plan = redis.call('HGET', 'pm:{' .. id .. '}:shards', shard)
+  redis.call('ZADD', 'pm:{' .. id .. '}:ready', plan and cjson.decode(plan).place or shard, shard)
+end
+
 -- Wake those who wait for news of a job. Only a hint: who may not publish, or does not listen, misses nothing but time.
 local function tell(id)
   redis.pcall('PUBLISH', 'pm:news:' .. id, '')

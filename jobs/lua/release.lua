@@ -16,7 +16,7 @@ if rest > 0 then
   local tries = tonumber(redis.call('HGET', KEYS[4], shard))
   redis.call('ZADD', KEYS[2], now_ms() + rest * 2 ^ (tries - 1), shard)
 else
-  redis.call('ZADD', KEYS[1], shard, shard)
+  put_up(ARGV[1], shard)
 end
 requeue(ARGV[1])
 return 1

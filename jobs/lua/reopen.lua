@@ -12,6 +12,6 @@ local counters = {'done', 'failed', 'prompt_tokens', 'completion_tokens', 'cache
 for i, counter in ipairs(counters) do redis.call('HINCRBY', KEYS[1], counter, -ARGV[3 + i]) end
 redis.call('HINCRBY', KEYS[1], 'settled', -1)
 if state ~= 'in_progress' then redis.call('HSET', KEYS[1], 'state', 'in_progress') end
-redis.call('ZADD', KEYS[2], ARGV[2], ARGV[2])
+put_up(ARGV[1], ARGV[2])
 requeue(ARGV[1])
 return 1

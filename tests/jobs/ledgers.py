@@ -27,7 +27,7 @@ def new_spec(**fields: Any) -> JobSpec:
 
 def shards(number: int) -> list[Shard]:
     return [
-        Shard(index=i, first_row=ROWS * i, rows=ROWS, start=100 * i, end=100 * i + 100, first_line=ROWS * i + 1)
+        Shard(i, ROWS * i, ROWS, start=100 * i, end=100 * i + 100, first_line=ROWS * i + 1, place=i)
         for i in range(number)
     ]
 

@@ -1,6 +1,7 @@
 """The ledger against a plain model of it: whatever happens in whatever order, and whatever is done twice."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from hypothesis import settings
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
 from jobs.errors import RowError
 from jobs.ledger import FairShare, Lease, Ledger
 from jobs.records import TERMINAL, DeadShard, SegmentRecord, load_record
+from jobs.shards import Shard
 from jobs.spec import JobSpec, model_key
 from tests.jobs.ledgers import (
     ROWS,
@@ -28,12 +30,15 @@ from tests.jobs.ledgers import (
     new_spec,
     record_of,
     shards,
+    worker,
 )
 from tests.servers import ValkeyServer
 
 MODEL = "tiny"
 QUEUE = f"pm:queue:{model_key(MODEL)}"
 MAX_TRIES = 2
+MAX_SHARDS = 8
+WORKERS = ("a", "b", "c")
 JOBS = st.integers(0, 2)
 LOST = st.booleans()
 WHICH = st.integers(0, 7)
@@ -50,11 +55,13 @@ class Job:
 
     spec: JobSpec
     size: int
+    in_runs: bool
     state: str | None = None
     paused: bool = False
     expiring: bool = False
     fence: int = 0
     ready: set[int] = field(default_factory=set)
+    at: dict[str, int] = field(default_factory=dict)
     owners: dict[int, Lease] = field(default_factory=dict)
     overdue: set[int] = field(default_factory=set)
     progress: dict[int, int] = field(default_factory=dict)
@@ -116,17 +123,36 @@ class Job:
         self.overdue.clear()
         self.progress.clear()
 
-    def lease(self) -> int | None:
+    def lease(self, worker: str, present: set[str]) -> int | None:
         """The shard that the next attempt gets; shards tried too often are settled on the way."""
         while self.ready and self.state == "in_progress":
-            shard = min(self.ready)
+            shard = self.next_in_line(worker, present)
             self.ready.discard(shard)
             self.tries[shard] = self.tries.get(shard, 0) + 1
             if self.tries[shard] <= MAX_TRIES:
                 self.fence += 1
+                if worker:
+                    self.at[worker] = place_of(shard)
                 return shard
             self.settle(shard, DeadShard(dead=True, tries=MAX_TRIES, fault=self.faults.get(shard)))
         return None
+
+    def next_in_line(self, worker: str, present: set[str]) -> int:
+        line = sorted(self.ready, key=place_of)
+        if not (worker and self.in_runs):
+            return line[0]
+        if worker in self.at:
+            begins = self.at[worker]
+            ends = min((place for name, place in self.at.items() if name != worker and place > begins), default=99)
+            if run := [shard for shard in line if begins <= place_of(shard) < ends]:
+                return run[0]
+        self.at = {name: place for name, place in self.at.items() if name in (worker, *present)}
+        bounds = [-1, *sorted(place for name, place in self.at.items() if name != worker), 99]
+        nobodys, *runs = [[s for s in line if first <= place_of(s) < last] for first, last in pairwise(bounds)]
+        if nobodys:
+            return nobodys[0]
+        longest = max(runs, key=len)
+        return longest[len(longest) // 2]
 
 
 @dataclass
@@ -189,13 +215,19 @@ class LedgerMachine(RuleBasedStateMachine):
     server: ClassVar[ValkeyServer]
 
     @initialize(
-        sizes=st.tuples(*[st.integers(1, 3)] * 3),
+        sizes=st.tuples(*[st.integers(1, MAX_SHARDS)] * 3),
+        runs=st.tuples(*[st.booleans()] * 3),
         owners=st.tuples(*[st.sampled_from([("gold", 0), ("base", 0), ("base", 5)])] * 3),
         weights=st.tuples(*[st.sampled_from([1, 2])] * 3),
         open_jobs=st.integers(0, 3),
     )
     def three_jobs(
-        self, sizes: tuple[int, ...], owners: tuple[tuple[str, int], ...], weights: tuple[int, ...], open_jobs: int
+        self,
+        sizes: tuple[int, ...],
+        runs: tuple[bool, ...],
+        owners: tuple[tuple[str, int], ...],
+        weights: tuple[int, ...],
+        open_jobs: int,
     ) -> None:
         self.client = LossyRedis.from_url(self.server.url, decode_responses=True)
         self.client.flushdb()
@@ -206,7 +238,10 @@ class LedgerMachine(RuleBasedStateMachine):
             tenant, priority = owners[place]
             fields = {"tenant": tenant, "priority": priority, "weight": weights[place], "expires_at": FAR_FUTURE}
             spec = new_spec(id=f"job_{place}", model=MODEL, max_tries=MAX_TRIES, created_at=place, **fields)
-            self.jobs.append(Job(spec, size))
+            self.jobs.append(Job(spec, size, runs[place]))
+        self.present: set[str] = set()
+        for name in WORKERS:
+            self.come_or_go(name)
         self.attempts = 0
         self.leases: list[Lease] = []
         for place in range(open_jobs):
@@ -222,13 +257,13 @@ class LedgerMachine(RuleBasedStateMachine):
             let_leases_run_out(self.client, job.spec.id)
             job.overdue = set(job.owners)
             self.sweep(place, False)
-        while (lease := self.lease(False)) is not None:
+        while (lease := self.lease("a", False)) is not None:
             self.commit_lease(lease, False)
         for place, job in enumerate(self.jobs):
             self.finish(place, False)
             assert job.state in TERMINAL
             assert not self.client.exists(
-                *(key(job.spec.id, name) for name in ("ready", "leases", "own", "progress", "shards"))
+                *(key(job.spec.id, name) for name in ("ready", "leases", "own", "progress", "shards", "at"))
             )
         self.the_ledger_is_as_the_model_says()
         assert self.ledger.live_jobs() == []
@@ -250,14 +285,21 @@ class LedgerMachine(RuleBasedStateMachine):
         job.state = job.state or "validating"
 
     def enter_shards(self, job: Job, lost: bool) -> None:
-        reply = self.run(lost, self.ledger.add_shards, job.spec.id, shards(job.size))
+        reply = self.run(lost, self.ledger.add_shards, job.spec.id, shards_of(job))
         if job.state == "validating":
             job.ready = set(range(job.size))
         assert reply == ("ok" if job.state == "validating" else job.state)
 
     def open(self, job: Job, lost: bool) -> None:
         reply = self.run(
-            lost, self.ledger.open, job.spec, shards=job.size, rows=ROWS * job.size, errors=[], error_count=0
+            lost,
+            self.ledger.open,
+            job.spec,
+            shards=job.size,
+            rows=ROWS * job.size,
+            errors=[],
+            error_count=0,
+            in_runs=job.in_runs,
         )
         if job.state == "validating":
             job.state = "in_progress"
@@ -266,24 +308,33 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # --- workers ------------------------------------------------------------------------------------------------
 
-    @rule(lost=LOST)
-    def take_a_shard(self, lost: bool) -> None:
-        if (lease := self.lease(lost)) is not None:
+    @rule(name=st.sampled_from(WORKERS))
+    def come_or_go(self, name: str) -> None:
+        if name in self.present:
+            self.ledger.withdraw(name)
+        else:
+            self.ledger.announce(worker(MODEL, id=name), TTL)
+        self.present ^= {name}
+
+    @rule(name=st.sampled_from(["", *WORKERS]), lost=LOST)
+    def take_a_shard(self, name: str, lost: bool) -> None:
+        """One that is thought to be gone may take one too: its word was late."""
+        if (lease := self.lease(name, lost)) is not None:
             self.leases.append(lease)
 
-    def lease(self, lost: bool) -> Lease | None:
+    def lease(self, worker: str, lost: bool) -> Lease | None:
         self.attempts += 1
-        lease = self.run(lost, self.ledger.lease, MODEL, f"attempt-{self.attempts}", TTL, SHARE)
+        lease = self.run(lost, self.ledger.lease, MODEL, f"attempt-{self.attempts}", TTL, SHARE, worker)
         while any(job.waits for job in self.jobs):
             level = self.levels[max(job.priority for job in self.jobs if job.waits)]
             job = next(job for job in self.jobs if job.spec.id == level.next_job())
-            shard = job.lease()
+            shard = job.lease(worker, self.present)
             if shard is not None:
                 level.charge(job)
             self.refresh(job)
             if shard is not None:
                 attempt = f"attempt-{self.attempts}"
-                assert lease == Lease(job.spec, shards(job.size)[shard], attempt, job.fence, job.tries[shard])
+                assert lease == Lease(job.spec, shards_of(job)[shard], attempt, job.fence, job.tries[shard])
                 job.owners[shard] = lease
                 return lease
         assert lease is None
@@ -541,6 +592,15 @@ def check(job: Job, found: dict[str, Any]) -> None:
         "failed": job.rows_failed,
         "fence": job.fence,
     }
+
+
+def place_of(shard: int) -> int:
+    """The last of the file is the first in line."""
+    return MAX_SHARDS - shard
+
+
+def shards_of(job: Job) -> list[Shard]:
+    return [replace(shard, place=place_of(shard.index)) for shard in shards(job.size)]
 
 
 def numbers(found: dict[str, str]) -> dict[int, int]:

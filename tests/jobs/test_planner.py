@@ -96,7 +96,7 @@ def test_a_plan_is_the_same_each_time_and_reads_back(tmp_path: Path) -> None:
     spec = job(tmp_path / "in", records("a", 5, "b", "c", "") * 30)
     first, second = plan(spec, STORE, cut(7)), plan(spec, STORE, cut(7))
     assert dump_plan(first) == dump_plan(second)
-    assert load_plan(dump_plan(first)) == Plan(first.rows, first.bad, first.shards, first.first_errors)
+    assert load_plan(dump_plan(first)) == Plan(first.rows, first.bad, first.shards, first.first_errors, first.in_runs)
     assert len(first.shards) == 22
 
 
@@ -229,7 +229,7 @@ def test_the_input_may_be_in_s3(moto_s3: S3Server) -> None:
 def test_a_shard_of_another_plan_is_found_out(tmp_path: Path) -> None:
     spec = job(tmp_path / "in", records("a", "b"))
     with pytest.raises(InputChanged, match="3 were planned"):
-        list(shard_rows(spec, STORE, Shard(0, 0, 3, 0, spec.input.size, 1)))
+        list(shard_rows(spec, STORE, Shard(0, 0, 3, 0, spec.input.size, 1, 0)))
 
 
 def test_planning_tells_how_far_it_is(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 
 def test_a_shard_reads_back_and_is_small() -> None:
-    for shard in (Shard(3, 30, 10, 999, 1999, 31), Shard(3, 30, 10, 999, 1999, 31, 0b100000001)):
+    for shard in (Shard(3, 30, 10, 999, 1999, 31, 3), Shard(3, 30, 10, 999, 1999, 31, 7, 0b100000001)):
         assert load_shard(dump_shard(shard)) == shard
         assert len(dump_shard(shard)) < 120
 

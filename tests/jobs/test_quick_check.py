@@ -11,12 +11,14 @@ from jobs.errors import RowError
 from jobs.formats.json_keys import count_kept, repeated_key
 from jobs.formats.jsonl import Line, dumps
 from jobs.pooling import Pooling
+from jobs.prefixes import text_of
 from jobs.quick_check import ANSWER_TOKENS, answer_tokens, quick_check
 from jobs.rows import Row, parse_row
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec
 from tests.jobs.specs import openai_spec, read, record_spec, request
 
+HI = {"role": "user", "content": "Hi"}
 SPECS = {
     "records": record_spec(),
     "messages": record_spec(messages_column="prompt", sampling=Sampling(n=3, max_tokens=7)),
@@ -79,16 +81,21 @@ def test_what_the_quick_look_takes_the_whole_one_takes_for_the_same(
     if good is not None:
         row = parse_row(Line(1, 0, len(data), data), spec)
         assert isinstance(row, Row), row
-        assert good == (row.custom_id, answer_tokens(row.params))
+        assert good[:2] == (row.custom_id, answer_tokens(row.params))
+        if isinstance(row.params, Pooling):
+            assert good[2] is None
+        else:
+            assert good[2] is not None
+            assert text_of(good[2]) == text_of(row.prompts[0])
 
 
 @pytest.mark.parametrize(
     ("spec", "record", "good"),
     [
-        (SPECS["records"], {"prompt": "a: b", "custom_id": "7", "more": [{"x": {}}]}, ("7", ANSWER_TOKENS)),
-        (SPECS["messages"], {"prompt": [{"role": "user", "content": "Hi"}]}, (None, 21)),
-        (SPECS["vectors"], {"prompt": "Hi"}, (None, 0)),
-        (SPECS["lines"], request({"max_tokens": 5, "temperature": 0, "seed": 1}), ("r1", 5)),
+        (SPECS["records"], {"prompt": "a: b", "custom_id": "7", "more": [{"x": {}}]}, ("7", ANSWER_TOKENS, "a: b")),
+        (SPECS["messages"], {"prompt": [{"role": "user", "content": "Hi"}]}, (None, 21, (HI,))),
+        (SPECS["vectors"], {"prompt": "Hi"}, (None, 0, None)),
+        (SPECS["lines"], request({"max_tokens": 5, "temperature": 0, "seed": 1}), ("r1", 5, (HI,))),
     ],
     ids=SPECS,
 )
@@ -99,7 +106,7 @@ def test_rows_as_most_are_need_no_whole_look(spec: JobSpec, record: Any, good: A
 
 def test_numbers_of_another_type_are_other_parameters() -> None:
     look = quick_check(SPECS["lines"])
-    assert look(dumps(request({"max_tokens": 1}))) == ("r1", 1)
+    assert look(dumps(request({"max_tokens": 1}))) == ("r1", 1, (HI,))
     assert look(dumps(request({"max_tokens": True}))) is None
 
 

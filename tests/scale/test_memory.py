@@ -149,7 +149,7 @@ def test_ten_million_rows_cost_the_ledger_less_than_100_mb(valkey: ValkeyServer)
     spec = openai_spec()
     ledger.create(spec)
     ledger.add_shards(
-        spec.id, (Shard(n, n * 1000, 1000, n * 400_000, (n + 1) * 400_000, n * 1000) for n in range(measured))
+        spec.id, (Shard(n, n * 1000, 1000, n * 400_000, (n + 1) * 400_000, n * 1000, n) for n in range(measured))
     )
     ledger.open(spec, shards=measured + 1, rows=measured * 1000, errors=[], error_count=0)
     part = Part(size=500_000, etag=f"{2**32:x}-{500_000:x}-{2**60:x}", sha256="0" * 64, lines=1000)

@@ -58,6 +58,18 @@ def test_shards_are_answered_and_committed_until_none_is_ready(bench: Bench) -> 
     assert (ASSEMBLE, f"('{spec.id}',)") in bench.site.queued(CONTROL_QUEUE)
 
 
+def test_shards_whose_rows_begin_alike_follow_each_other_and_the_output_keeps_its_order(
+    bench: Bench, engines: Engines
+) -> None:
+    texts = [f"{letter * 300}: question {number}" for number in range(2) for letter in "abcdefgh"]
+    spec = bench.site.submit([{"prompt": text} for text in texts])
+    bench.site.control.plan(spec.id)
+    bench.work(spec)
+    assert "".join(text[0] for text in engines.asked) == "abcdabcdefghefgh"
+    bench.site.control.assemble(spec.id)
+    assert [row["prompt"] for row in bench.site.rows(spec.output_url)] == texts
+
+
 def test_a_row_of_several_inputs_is_settled_when_all_are(bench: Bench, engines: Engines) -> None:
     def vector(prompt: Any) -> Any:
         return PoolingOutput(0, (1, 2), np.array([len(prompt)], np.float32))
