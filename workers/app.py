@@ -38,8 +38,7 @@ log = logging.getLogger(__name__)
 
 _EXIT_STUCK = 70
 _CONTROL_SLOTS = 4
-# 32,768 tokens, where a prompt and its answer are 512.
-_USUAL_SHARD_ROWS = 64
+_USUAL_SHARD_ROWS = 256
 # The engine orders the rows that it has by their prefixes: as a rule all of a shard. The planner limits its tokens, and
 # so the memory that they take.
 _ROWS_TO_ORDER = 1024
