@@ -304,7 +304,14 @@ class Ledger:
     # --- leases -------------------------------------------------------------------------------------------------
 
     def lease(
-        self, model: str, attempt: str, ttl: float, share: FairShare = EQUAL_SHARES, worker: str = ""
+        self,
+        model: str,
+        attempt: str,
+        ttl: float,
+        share: FairShare = EQUAL_SHARES,
+        *,
+        worker: str = "",
+        left_to_each: int = 0,
     ) -> Lease | None:
         """The next shard of the model's jobs, or None if none is ready.
 
@@ -312,9 +319,11 @@ class Ledger:
 
         The highest priority comes first, then the tenant, and then the job, that has had the fewest shards for its
         weight, then the oldest job: see lua/queue.lua. Of the job, the first shard in line, or where neighbours have
-        prefixes in common, the one after what the `worker` has had: see lua/lease.lua.
+        prefixes in common, the one after what the `worker` has had: see lua/lease.lua. None as well where the job has
+        not `left_to_each` shards ready for each worker there is.
         """
-        args = [model_key(model), attempt, _ms(ttl), _now(), _ms(share.patience), worker, *_flat(dict(share.weights))]
+        args = [model_key(model), attempt, _ms(ttl), _now(), _ms(share.patience), worker, left_to_each]
+        args += _flat(dict(share.weights))
         reply = self._run("lease", [], args)
         if reply[0] == "empty":
             return None

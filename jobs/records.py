@@ -224,7 +224,7 @@ class JobView(_Frozen):
 
 
 class WorkerView(_Frozen):
-    """A live worker. `slots` is how many shards it holds at most, `busy` how many it holds now."""
+    """A live worker. `slots` is how many shards it has work for as a rule, `busy` how many it holds now."""
 
     id: str
     model: str

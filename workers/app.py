@@ -29,9 +29,10 @@ from jobs.settings import Settings
 from jobs.storage import Stores
 from jobs.sweeper import Sweeper
 from workers.consumer import LastingConsumer
+from workers.context import SlotContext, Stopping
 from workers.heartbeat import Heartbeat
 from workers.host import EngineHost, MakeEngine
-from workers.slot import SlotContext, Stopping, work
+from workers.slot import work
 from workers.watch import ConsumerWatch
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 _EXIT_STUCK = 70
 _CONTROL_SLOTS = 4
 _USUAL_SHARD_ROWS = 256
+# A slot begins with more shards than one where they have few rows.
+_SHARDS_OF_A_SLOT = 8
 # The engine orders the rows that it has by their prefixes: as a rule all of a shard. The planner limits its tokens, and
 # so the memory that they take.
 _ROWS_TO_ORDER = 1024
@@ -147,6 +150,8 @@ def slot_context(
         kept=KeptAnswers(stores),
         share=FairShare(settings.tenant_weights, settings.priority_patience),
         window=max(_ROWS_TO_ORDER, 2 * info.max_num_seqs),
+        slots=slots,
+        at_once=_SHARDS_OF_A_SLOT,
         engine_name=_engine_name(info),
         worker_id=worker_id,
     )

@@ -39,6 +39,7 @@ _SPLIT_INTO = 4
 _HOPELESS_AFTER = 4
 _RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 0.5, 30.0
 _STOP_POLL_S = 0.05
+_ROWS_PER_SEAT = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -94,6 +95,7 @@ class EngineHost:
         self._held: deque[Call] = deque()
         self._groups: deque[list[Call]] = deque()
         self._on_trial: set[Call] = set()
+        self._room = threading.Condition()
         self._stopping = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="engine-keeper", daemon=True)
         self.restarts = 0
@@ -126,6 +128,21 @@ class EngineHost:
             indices = [call.index for call in calls if call.index is not None]
         if indices:
             self._engine.abort(indices)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether so few rows are in the engine that it might soon have none that waits for a seat."""
+        return len(self._in_flight) + len(self._held) < _ROWS_PER_SEAT * self.seats
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Wait for a condition that is looked at when calls are answered and there is room for more, and when woken."""
+        with self._room:
+            self._room.wait_for(until)
+
+    def wake(self) -> None:
+        """Let those who wait look again."""
+        with self._room:
+            self._room.notify_all()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -206,6 +223,8 @@ class EngineHost:
             self._on_trial.difference_update(calls)
             self._dispatch()
         _report(calls)
+        if self.has_room:
+            self.wake()
 
     def _keep(self) -> None:
         """The keeper thread: waits for a death, sorts out who may have caused it, starts the next engine."""

@@ -98,7 +98,7 @@ def _workers(config: Settings) -> str:
     workers = Ledger(connect(config.ledger_url)).workers()
     if not workers:
         raise PagemillError("No worker is alive.", hint="Start one with `pagemill worker --model NAME`.")
-    return ", ".join(f"{w.model} on {w.host} ({w.busy} of {w.slots} slots busy)" for w in workers)
+    return ", ".join(f"{w.model} on {w.host} ({w.slots} slots, {w.busy} shards in work)" for w in workers)
 
 
 def _engine(config: Settings) -> str:

@@ -324,7 +324,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def lease(self, worker: str, lost: bool) -> Lease | None:
         self.attempts += 1
-        lease = self.run(lost, self.ledger.lease, MODEL, f"attempt-{self.attempts}", TTL, SHARE, worker)
+        lease = self.run(lost, self.ledger.lease, MODEL, f"attempt-{self.attempts}", TTL, SHARE, worker=worker)
         while any(job.waits for job in self.jobs):
             level = self.levels[max(job.priority for job in self.jobs if job.waits)]
             job = next(job for job in self.jobs if job.spec.id == level.next_job())

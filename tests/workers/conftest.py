@@ -15,11 +15,12 @@ from tests.jobs.ledgers import worker
 from tests.jobs.site import Site
 from tests.servers import ValkeyServer
 from tests.workers.stub_engine import CONFIG, Engines
+from workers import attempt as attempt_module
 from workers import host as host_module
-from workers import slot as slot_module
+from workers.context import SlotContext, Stopping
 from workers.heartbeat import Heartbeat
 from workers.host import EngineHost
-from workers.slot import SlotContext, Stopping, work
+from workers.slot import work
 
 TTL = 0.6
 WINDOW = 3
@@ -30,8 +31,8 @@ WAIT_S = 20
 def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "_RESTART_DELAY_S", 0.01)
     monkeypatch.setattr(host_module, "_MAX_RESTART_DELAY_S", 0.02)
-    monkeypatch.setattr(slot_module, "_RETRY_S", 0.01)
-    monkeypatch.setattr(slot_module, "_MAX_RETRY_S", 0.05)
+    monkeypatch.setattr(attempt_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(attempt_module, "_MAX_RETRY_S", 0.05)
 
 
 @pytest.fixture
@@ -71,6 +72,8 @@ def bench(site: Site, engines: Engines) -> Iterator[Bench]:
         stopping=Stopping(),
         lease_ttl=TTL,
         window=WINDOW,
+        slots=1,
+        at_once=1,
         engine_name="stub",
         worker_id="w",
         kept=KeptAnswers(site.stores),

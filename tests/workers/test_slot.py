@@ -243,8 +243,8 @@ def test_a_stopped_worker_leases_nothing(bench: Bench) -> None:
 def test_a_stop_that_comes_as_the_lease_is_taken_is_heard(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = bench.site.ledger.lease
 
-    def stopped_meanwhile(*args: Any) -> Any:
-        found = lease(*args)
+    def stopped_meanwhile(*args: Any, **fields: Any) -> Any:
+        found = lease(*args, **fields)
         bench.context.stopping.set()
         return found
 
@@ -365,7 +365,7 @@ def test_a_try_that_fails_says_why_and_counts(bench: Bench, monkeypatch: pytest.
 
     spec = bench.site.planned(4, max_tries=2)
     monkeypatch.setattr(bench.site.stores, "put_file", refused)
-    monkeypatch.setattr("workers.slot._REFUSAL_PATIENCE_S", 0)
+    monkeypatch.setattr("workers.attempt._REFUSAL_PATIENCE_S", 0)
     bench.work(spec)
     view = bench.site.ledger.view(spec.id)
     assert view.reason == "shard 0 is tried again: Access to bucket 'x' is refused."
@@ -391,7 +391,7 @@ def test_a_store_that_refuses_a_segment_is_asked_again_and_nothing_is_generated_
 
     spec = bench.site.planned(4)
     monkeypatch.setattr(bench.site.stores, "put_file", refused_once)
-    monkeypatch.setattr("workers.slot._MAX_RETRY_S", 0.01)
+    monkeypatch.setattr("workers.attempt._MAX_RETRY_S", 0.01)
     bench.work(spec)
     assert bench.site.ledger.state(spec.id) == "finalizing"
     assert tries(bench.site, spec) == {"0": "1"}
