@@ -23,7 +23,7 @@ from jobs.formats.jsonl import Line
 from jobs.lines import read_lines
 from jobs.parquet_rows import Rows, columns_passed_on, lines_of, read_batches
 from jobs.pooling import Pooling
-from jobs.prefixes import Beginnings
+from jobs.prefixes import LENGTHS, Beginnings
 from jobs.quick_check import Good, answer_tokens, quick_check
 from jobs.row_fields import Prompt, shown
 from jobs.rows import Row, parse_row
@@ -159,7 +159,7 @@ class _Look:
         self.finder = schema_finder(spec)
 
     def at_lines(self, lines: Iterator[Line]) -> None:
-        cut, hold = self._cutter.add, self.digests.add
+        cut, look_at, hold = self._cutter.add, self._cutter.look_at, self.digests.add
         # A table's columns are found in the rows themselves, all of them.
         look = quick_check(self._spec) if self.finder is None else _nothing
         limit = self._spec.input.limit
@@ -167,10 +167,12 @@ class _Look:
             data = line.data or b""
             good = look(data) or self._closely(line)
             if good is None:
-                cut(line, 0, None)
+                cut(line, 0)
                 continue
             custom_id, tokens, prompt = good
-            cut(line, len(data) // _BYTES_PER_TOKEN + tokens, prompt)
+            if prompt is not None and len(data) > LENGTHS[0]:
+                look_at(prompt)
+            cut(line, len(data) // _BYTES_PER_TOKEN + tokens)
             if custom_id is not None:
                 hold(custom_id)
 
@@ -189,8 +191,10 @@ class _Look:
             for number, custom_id, size, prompt in zip(
                 rows.numbers, good.custom_ids, good.sizes, good.prompts, strict=False
             ):
+                if prompt:
+                    cutter.look_at(prompt)
                 line = Line(number + 1, None, number + 1, None, rows.file)
-                cutter.add(line, size // _BYTES_PER_TOKEN + good.tokens, prompt)
+                cutter.add(line, size // _BYTES_PER_TOKEN + good.tokens)
                 if custom_id is not None:
                     self.digests.add(custom_id)
 
@@ -226,13 +230,14 @@ class _Cutter:
         self._full_at = self._max_rows
         self._last: Line | None = None
         self._tokens = 0
-        self._beginnings = Beginnings() if limits.shard_order == "prefix" else None
+        self._beginnings = Beginnings()
+        self._by_prefix = limits.shard_order == "prefix"
+        self.look_at: Callable[[Prompt], None] = self._beginnings.add if self._by_prefix else lambda prompt: None
+        """To be called with the prompt of the row that is added next, if it has one."""
         self.rows = 0
 
-    def add(self, line: Line, tokens: int, prompt: Prompt | None) -> None:
+    def add(self, line: Line, tokens: int) -> None:
         self.rows += 1
-        if prompt is not None and self._beginnings is not None:
-            self._beginnings.add(prompt)
         self._last = line
         self._tokens += tokens
         if self._tokens >= self._max_tokens or self.rows >= self._full_at:
@@ -247,7 +252,7 @@ class _Cutter:
             self._cut(self._last)
         if self._limit is None:
             self._shards[-1] = replace(self._shards[-1], end=self._source.end)
-        if self._beginnings is None:
+        if not self._by_prefix:
             return self._shards, False
         line = self._beginnings.line()
         shards = [replace(shard, place=place) for shard, place in zip(self._shards, line.places, strict=True)]
@@ -266,8 +271,7 @@ class _Cutter:
                 place=len(self._shards),
             )
         )
-        if self._beginnings is not None:
-            self._beginnings.end_shard()
+        self._beginnings.end_shard(self._tokens)
         self._start, self._first_row, self._first_line = end, self.rows, last.number + 1
         self._tokens = 0
         if len(self._shards) % SHARDS_OF_A_SIZE == 0:

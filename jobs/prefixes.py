@@ -22,12 +22,15 @@ from zlib import crc32
 
 from jobs.row_fields import Prompt
 
-LENGTHS = (256, 1024, 4096, 16384)
-"""In characters, of which a token id has four. What comes after the last is not looked at."""
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+"""In characters, of which a token id has four. What is shorter saves too little; what comes after is not looked at."""
 _MARKED = 64
 _MOST_MARKS = 1 << 17
+# Which length, in the upper bits, and where the marked characters are.
+_MARKS = [(level << 32, length - _MARKED, length) for level, length in enumerate(LENGTHS)]
+_CHARACTERS_PER_TOKEN = 4
 _WORTH_IT = 0.01
-"""The share of the characters looked at that an order has to save."""
+"""The share of a job's tokens that an order has to save."""
 
 
 class Line(NamedTuple):
@@ -51,22 +54,22 @@ class Beginnings:
         self._current: set[int] = set()
         self._held = 0
         self._below = 1 << 32  # of the marks, which are 32 bits, those below this are held
-        self._characters = 0
+        self._tokens = 0
 
     def add(self, prompt: Prompt) -> None:
-        """Look at a prompt of the current shard."""
-        text = prompt if type(prompt) is str else text_of(prompt)
+        """Look at a prompt of the current shard. One shorter than the shortest of the `LENGTHS` tells nothing."""
+        text = text_of(prompt)
         size = len(text)
-        self._characters += min(size, LENGTHS[-1])
-        for level, length in enumerate(LENGTHS):
+        for level, start, length in _MARKS:
             if size < length:
                 return
-            mark = crc32(text[length - _MARKED : length].encode(errors="surrogatepass"))
+            mark = crc32(text[start:length].encode())
             if mark < self._below:
-                self._current.add(level << 32 | mark)
+                self._current.add(level | mark)
 
-    def end_shard(self) -> None:
-        """What comes next is of the next shard."""
+    def end_shard(self, tokens: int) -> None:
+        """What comes next is of the next shard. This one's prompts and answers are estimated at so many tokens."""
+        self._tokens += tokens
         self._shards.append(array("Q", self._current))
         self._held += len(self._current)
         self._current.clear()
@@ -78,16 +81,17 @@ class Beginnings:
     def line(self) -> Line:
         """Of the orders that suggest themselves, the one in which neighbours have most in common."""
         marks = [frozenset(of_shard) for of_shard in self._shards]
+        worth_it = _WORTH_IT * _CHARACTERS_PER_TOKEN * self._tokens
         file_order: Sequence[int] = range(len(marks))
         best, saved = file_order, self._saved(marks, file_order)
         for level in range(len(LENGTHS)):
             order = _by_first_seen(marks, level)
-            if (more := self._saved(marks, order)) > saved + _WORTH_IT * self._characters:
+            if (more := self._saved(marks, order)) > saved + worth_it:
                 best, saved = order, more
         places = array("Q", file_order)
         for place, shard in enumerate(best):
             places[shard] = place
-        return Line(places, in_runs=saved > _WORTH_IT * self._characters)
+        return Line(places, in_runs=saved > worth_it)
 
     def _is_held(self, mark: int) -> bool:
         return mark & 0xFFFF_FFFF < self._below
@@ -98,7 +102,7 @@ class Beginnings:
         return saved * (1 << 32) / self._below
 
 
-# Who has a prompt's first 1,024 characters in common has the first 256 in common, which count for themselves.
+# Who has a prompt's first 1,024 characters in common has the first 512 in common, which count for themselves.
 _GAINS = [length - shorter for shorter, length in pairwise((0, *LENGTHS))]
 
 
@@ -116,7 +120,10 @@ def text_of(prompt: Prompt) -> str:
     """A text that two prompts have in common as far as they have tokens in common, or messages."""
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt[0], int):
-        ids = [token & 0xFFFF_FFFF for token in prompt[: LENGTHS[-1] // 4]]
-        return array("I", ids).tobytes().decode("latin-1")
-    return "\0".join([message["content"] for message in prompt])
+    if isinstance(prompt, tuple):
+        text = prompt[0]["content"]
+        for message in prompt[1:]:
+            text += message["content"]
+        return text
+    ids = [token & 0xFFFF_FFFF for token in prompt[: LENGTHS[-1] // _CHARACTERS_PER_TOKEN]]
+    return array("I", ids).tobytes().decode("latin-1")

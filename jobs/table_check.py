@@ -65,9 +65,9 @@ def table_check(spec: JobSpec, columns: pa.Schema) -> Callable[[pa.RecordBatch],
             if name != prompt:
                 sizes = pc.add(sizes, pc.fill_null(pc.binary_length(batch.column(name)), 0))
         custom_ids = repeat(None) if ids is None else ids.to_pylist()
-        heads = (
-            repeat(None) if shape.embed else pc.utf8_slice_codeunits(batch.column(prompt), 0, LENGTHS[-1]).to_pylist()
-        )
+        heads: Iterable[str | None] = repeat(None)
+        if not shape.embed and pc.max(prompts).as_py() >= LENGTHS[0]:
+            heads = pc.utf8_slice_codeunits(batch.column(prompt), 0, LENGTHS[-1]).to_pylist()
         return GoodRows(custom_ids, [frame + size for size in sizes.to_pylist()], heads, tokens)
 
     return look

@@ -40,7 +40,7 @@ def line_of(prompts: Sequence[Prompt], in_shard: int = IN_SHARD, most_marks: int
     for number, prompt in enumerate(prompts, 1):
         beginnings.add(prompt)
         if number % in_shard == 0 or number == len(prompts):
-            beginnings.end_shard()
+            beginnings.end_shard(500 * in_shard)
     return beginnings.line()
 
 
@@ -83,7 +83,7 @@ def test_shards_that_are_cut_elsewhere_stand_by_those_they_share_most_with() -> 
     [
         [f"Question {n}?" for n in range(60)],
         [document(n) for n in range(60)],
-        ["A" * 300 + document(n) for n in range(60)],
+        ["A" * 600 + document(n) for n in range(60)],
         [document(n // QUESTIONS) for n in range(60)],
     ],
     ids=["short", "different", "one system prompt", "together in the file"],
@@ -108,9 +108,9 @@ def test_a_sample_of_the_marks_tells_as_much() -> None:
 def test_what_is_held_does_not_grow_with_the_job() -> None:
     beginnings = Beginnings(most_marks=100)
     for number in range(3000):
-        beginnings.add(document(number, 300))
+        beginnings.add(document(number, 600))
         if number % 10 == 9:
-            beginnings.end_shard()
+            beginnings.end_shard(500)
     assert sum(map(len, beginnings._shards)) <= 100
 
 

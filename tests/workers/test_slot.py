@@ -61,7 +61,7 @@ def test_shards_are_answered_and_committed_until_none_is_ready(bench: Bench) -> 
 def test_shards_whose_rows_begin_alike_follow_each_other_and_the_output_keeps_its_order(
     bench: Bench, engines: Engines
 ) -> None:
-    texts = [f"{letter * 300}: question {number}" for number in range(2) for letter in "abcdefgh"]
+    texts = [f"{letter * 600}: question {number}" for number in range(2) for letter in "abcdefgh"]
     spec = bench.site.submit([{"prompt": text} for text in texts])
     bench.site.control.plan(spec.id)
     bench.work(spec)
