@@ -21,7 +21,9 @@ def worker(
     served_model_name: Annotated[
         str | None, typer.Option(help="The name that jobs ask for, if it is not --model.")
     ] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Shards in work at once.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Shards in work at once; more where their rows leave the engine room.")
+    ] = None,
     control: Annotated[
         bool, typer.Option("--control", help="Plan, assemble and sweep instead of running a model; needs no torch.")
     ] = False,

@@ -29,8 +29,9 @@ _RETRY_S, _REST_S = 0.5, 15.0
 _TRIES_IN_COMPANY = 2
 """A shard that has had more may be what kills its workers."""
 
-Next = Literal["shard", "shard alone", "nothing", "retry", "rest"]
-"""What is to follow a turn: the next shard, or one with nothing beside it; the end, as nothing is ready; a pause."""
+Next = Literal["shard", "shard alone", "later", "nothing", "retry", "rest"]
+"""What is to follow a turn: the next shard, or one with nothing beside it; the next when one of those in work has
+ended; the end, as nothing is ready; a pause, short or long."""
 
 
 class _Turn:
@@ -60,7 +61,8 @@ def work(model: str, context: SlotContext) -> None:
             return room or latest.future.done()
 
         while not context.stopping.is_set():
-            take = partial(_take_turn, model, context, alone=alone, beside_others=_in_work(turns) > 0)
+            beside_others = not alone and _in_work(turns) > 0
+            take = partial(_take_turn, model, context, alone=alone, beside_others=beside_others)
             turns.append(_Turn(pool, take, host))
             host.wait(may_go_on)
             ended = [turn for turn in turns if turn.future.done()]
@@ -68,8 +70,8 @@ def work(model: str, context: SlotContext) -> None:
             follows = {turn.future.result() for turn in ended}
             alone = "shard alone" in follows
             if "nothing" in follows:
-                if not turns:
-                    return
+                return
+            if "later" in follows and turns:
                 wait([turn.future for turn in turns], return_when=FIRST_COMPLETED)
             elif "rest" in follows:
                 context.stopping.wait(_REST_S)
@@ -103,7 +105,7 @@ def _take_turn(
                 left_to_each=context.slots if beside_others else 0,
             )
             if lease is None:
-                return "nothing"
+                return "later" if beside_others else "nothing"
             if lease.tries > _TRIES_IN_COMPANY and not alone:
                 context.ledger.give_back(lease)
                 return "shard alone"

@@ -90,6 +90,20 @@ def test_what_it_takes_beside_others_leaves_the_other_workers_their_share(
     assert bench.site.ledger.view(spec.id).done == ROWS * 4
 
 
+def test_what_was_left_to_others_is_taken_when_nothing_else_is_in_work(
+    wide: Callable[..., Bench], engines: Engines
+) -> None:
+    bench = wide()
+    bench.site.ledger.announce(worker("tiny", id="another"), TTL)
+    spec = bench.site.planned(ROWS * 2)
+    with at_work(bench, spec):
+        for _ in range(2):
+            engines.last.wait_for(ROWS)
+            assert not engines.last.has(ROWS + 1, NOT_MORE_S)
+            engines.last.step()
+    assert bench.site.ledger.view(spec.id).done == ROWS * 2
+
+
 def test_a_shard_that_may_kill_workers_has_nothing_beside_it(wide: Callable[..., Bench], engines: Engines) -> None:
     bench = wide()
     spec = bench.site.planned(ROWS * 3)
