@@ -25,7 +25,7 @@ from jobs.parquet_rows import Rows, columns_passed_on, lines_of, read_batches
 from jobs.pooling import Pooling
 from jobs.prefixes import LENGTHS, Beginnings
 from jobs.quick_check import Good, answer_tokens, quick_check
-from jobs.row_fields import Prompt, shown
+from jobs.row_fields import Message, Prompt, shown
 from jobs.rows import Row, parse_row
 from jobs.settings import Settings
 from jobs.shards import Plan, RowErrors, Shard, dump_plan, dump_shard, load_plan, load_shard
@@ -232,7 +232,9 @@ class _Cutter:
         self._tokens = 0
         self._beginnings = Beginnings()
         self._by_prefix = limits.shard_order == "prefix"
-        self.look_at: Callable[[Prompt], None] = self._beginnings.add if self._by_prefix else lambda prompt: None
+        self.look_at: Callable[[Prompt | list[Message]], None] = (
+            self._beginnings.add if self._by_prefix else lambda prompt: None
+        )
         """To be called with the prompt of the row that is added next, if it has one."""
         self.rows = 0
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple
 from zlib import crc32
 
-from jobs.row_fields import Prompt
+from jobs.row_fields import Message, Prompt
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """In characters, of which a token id has four. What is shorter saves too little; what comes after is not looked at."""
@@ -56,7 +56,7 @@ class Beginnings:
         self._below = 1 << 32  # of the marks, which are 32 bits, those below this are held
         self._tokens = 0
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: Prompt | list[Message]) -> None:
         """Look at a prompt of the current shard. One shorter than the shortest of the `LENGTHS` tells nothing."""
         text = text_of(prompt)
         size = len(text)
@@ -116,14 +116,14 @@ def _by_first_seen(marks: Sequence[frozenset[int]], level: int) -> list[int]:
     return sorted(range(len(marks)), key=where.__getitem__)
 
 
-def text_of(prompt: Prompt) -> str:
+def text_of(prompt: Prompt | list[Message]) -> str:
     """A text that two prompts have in common as far as they have tokens in common, or messages."""
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, tuple):
-        text = prompt[0]["content"]
-        for message in prompt[1:]:
-            text += message["content"]
-        return text
-    ids = [token & 0xFFFF_FFFF for token in prompt[: LENGTHS[-1] // _CHARACTERS_PER_TOKEN]]
-    return array("I", ids).tobytes().decode("latin-1")
+    if isinstance(prompt[0], int):
+        ids = [token & 0xFFFF_FFFF for token in prompt[: LENGTHS[-1] // _CHARACTERS_PER_TOKEN]]
+        return array("I", ids).tobytes().decode("latin-1")
+    text = prompt[0]["content"]
+    for message in prompt[1:]:
+        text += message["content"]
+    return text

@@ -7,14 +7,14 @@ prompt begins with. What this does not see at once to be good, it leaves to `par
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
 from jobs.formats.json_keys import count_kept, repeated_key
 from jobs.openai_rows import CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL, LINE_FIELDS, MAX_CUSTOM_ID, read_request
 from jobs.pooling import Pooling
-from jobs.row_fields import Prompt, RowRefused, are_plain_messages
+from jobs.row_fields import Message, Prompt, RowRefused, are_plain_messages
 from jobs.rows import MAX_DEPTH, SAMPLING_COLUMNS, result_columns
 from jobs.sampling import Sampling
 from jobs.spec import JobSpec, OpenAIRows, RecordRows
@@ -22,9 +22,9 @@ from jobs.spec import JobSpec, OpenAIRows, RecordRows
 ANSWER_TOKENS = 256
 """The guess for an answer without a limit of its own."""
 
-Good = tuple[str | None, int, Prompt | None]
-"""What the planner needs of a good row: its custom_id, if it counts, the most tokens of its answers, and the prompt,
-which is None for what is embedded."""
+Good = tuple[str | None, int, Prompt | list[Message] | None]
+"""What the planner needs of a good row: its custom_id, if it counts, the most tokens of its answers, and the prompt;
+that of an embedding is None, as nothing is saved where those begin alike."""
 QuickCheck = Callable[[bytes], Good | None]
 
 _MAX_KNOWN, _MAX_KNOWN_BYTES = 1000, 4096
@@ -49,7 +49,7 @@ def _record_check(shape: RecordRows, spec: JobSpec) -> QuickCheck:
     column = shape.prompt_column or shape.messages_column
     tokens = answer_tokens(spec.pooling if shape.embed else spec.sampling)
     is_good = _is_prompt if shape.prompt_column is not None else are_plain_messages
-    prompt_of = _no_prompt if shape.embed else _text if shape.prompt_column is not None else tuple
+    embed = shape.embed
     if column is None or shape.system_template is not None:
         return lambda data: None
 
@@ -71,16 +71,16 @@ def _record_check(shape: RecordRows, spec: JobSpec) -> QuickCheck:
             return None
         custom_id = record.get("custom_id")
         counts = type(custom_id) is str and len(custom_id) <= MAX_CUSTOM_ID
-        return custom_id if counts else None, tokens, prompt_of(record[column])
+        return custom_id if counts else None, tokens, None if embed else record[column]
 
     return look
 
 
 def _openai_check(spec: JobSpec) -> QuickCheck:
     endpoints = {
-        CHAT_URL: _Endpoint("messages", are_plain_messages, tuple, {}),
-        COMPLETIONS_URL: _Endpoint("prompt", _is_prompt, _text, {}),
-        EMBEDDINGS_URL: _Endpoint("input", _is_prompt, _no_prompt, {}),
+        CHAT_URL: _Endpoint("messages", are_plain_messages, {}),
+        COMPLETIONS_URL: _Endpoint("prompt", _is_prompt, {}),
+        EMBEDDINGS_URL: _Endpoint("input", _is_prompt, {}),
     }
 
     def look(data: bytes) -> Good | None:
@@ -98,7 +98,7 @@ def _openai_check(spec: JobSpec) -> QuickCheck:
             return None
         if not 1 <= len(custom_id) <= MAX_CUSTOM_ID or (endpoint := endpoints.get(url)) is None:
             return None
-        name, is_good, prompt_of, known = endpoint
+        name, is_good, known = endpoint
         content: Any = body.get(name)
         if not is_good(content):
             return None
@@ -125,7 +125,7 @@ def _openai_check(spec: JobSpec) -> QuickCheck:
         # As `repeated_key` begins, which is then not called for most rows.
         if data.count(b'"') != 2 * (keys + texts) and repeated_key(data, keys, texts) is not None:
             return None
-        return custom_id, tokens, prompt_of(content)
+        return custom_id, tokens, None if url == EMBEDDINGS_URL else content
 
     return look
 
@@ -139,12 +139,10 @@ class _Asked(NamedTuple):
 
 
 class _Endpoint(NamedTuple):
-    """The field of a body that has the content, whether that is as most are, the prompt that it is, and the parameters
-    seen beside it."""
+    """The field of a body that has the content, whether that is as most are, and the parameters seen beside it."""
 
     content: str
     is_good: Callable[[Any], bool]
-    prompt_of: Callable[[Any], Prompt | None]
     known: dict[bytes, _Asked]
 
 
@@ -161,14 +159,6 @@ def _parameters(body: dict[str, Any]) -> bytes:
     if type(body.get("user")) is str:
         body["user"] = ""
     return to_json(body)
-
-
-def _text(content: Any) -> Prompt:
-    return cast(str, content)
-
-
-def _no_prompt(content: Any) -> None:
-    """Nothing is saved where prompts that are embedded begin alike."""
 
 
 def _is_prompt(value: Any) -> bool:

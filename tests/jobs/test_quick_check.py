@@ -93,9 +93,9 @@ def test_what_the_quick_look_takes_the_whole_one_takes_for_the_same(
     ("spec", "record", "good"),
     [
         (SPECS["records"], {"prompt": "a: b", "custom_id": "7", "more": [{"x": {}}]}, ("7", ANSWER_TOKENS, "a: b")),
-        (SPECS["messages"], {"prompt": [{"role": "user", "content": "Hi"}]}, (None, 21, (HI,))),
+        (SPECS["messages"], {"prompt": [{"role": "user", "content": "Hi"}]}, (None, 21, [HI])),
         (SPECS["vectors"], {"prompt": "Hi"}, (None, 0, None)),
-        (SPECS["lines"], request({"max_tokens": 5, "temperature": 0, "seed": 1}), ("r1", 5, (HI,))),
+        (SPECS["lines"], request({"max_tokens": 5, "temperature": 0, "seed": 1}), ("r1", 5, [HI])),
     ],
     ids=SPECS,
 )
@@ -106,7 +106,7 @@ def test_rows_as_most_are_need_no_whole_look(spec: JobSpec, record: Any, good: A
 
 def test_numbers_of_another_type_are_other_parameters() -> None:
     look = quick_check(SPECS["lines"])
-    assert look(dumps(request({"max_tokens": 1}))) == ("r1", 1, (HI,))
+    assert look(dumps(request({"max_tokens": 1}))) == ("r1", 1, [HI])
     assert look(dumps(request({"max_tokens": True}))) is None
 
 
