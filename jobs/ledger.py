@@ -320,7 +320,7 @@ class Ledger:
         The highest priority comes first, then the tenant, and then the job, that has had the fewest shards for its
         weight, then the oldest job: see lua/queue.lua. Of the job, the first shard in line, or where neighbours have
         prefixes in common, the one after what the `worker` has had: see lua/lease.lua. None as well where the job has
-        not `left_to_each` shards ready for each worker there is.
+        not more than `left_to_each` shards ready for each other worker there is.
         """
         args = [model_key(model), attempt, _ms(ttl), _now(), _ms(share.patience), worker, left_to_each]
         args += _flat(dict(share.weights))

@@ -150,7 +150,6 @@ def slot_context(
         kept=KeptAnswers(stores),
         share=FairShare(settings.tenant_weights, settings.priority_patience),
         window=max(_ROWS_TO_ORDER, 2 * info.max_num_seqs),
-        slots=slots,
         at_once=_SHARDS_OF_A_SLOT,
         engine_name=_engine_name(info),
         worker_id=worker_id,

@@ -86,7 +86,7 @@ class Attempt:
     leaves at most an object that nobody refers to, and the shard runs again.
     """
 
-    def __init__(self, lease: Lease, context: SlotContext, on_all_asked: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, lease: Lease, context: SlotContext, on_all_asked: Callable[[], None]) -> None:
         """`on_all_asked` is called when the engine has been asked for the last row."""
         self._lease = lease
         self._context = context

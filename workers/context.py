@@ -16,8 +16,8 @@ from workers.twins import SharedByJob
 
 @dataclass(frozen=True, slots=True)
 class SlotContext:
-    """`window` is how many rows of a shard may be in the engine at once; `slots` how many a worker has of them, and
-    `at_once` how many shards one of them has in work at most."""
+    """`window` is how many rows of a shard may be in the engine at once; `at_once` how many shards a slot may have in
+    work."""
 
     ledger: Ledger
     stores: Stores
@@ -27,7 +27,6 @@ class SlotContext:
     stopping: "Stopping"
     lease_ttl: float
     window: int
-    slots: int
     at_once: int
     engine_name: str
     worker_id: str

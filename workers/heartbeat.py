@@ -50,6 +50,11 @@ class Heartbeat:
         except RedisError as error:
             log.warning("could not say goodbye: %s", error)
 
+    @property
+    def holding(self) -> int:
+        """How many leases are kept alive."""
+        return len(self._held)
+
     def hold(self, held: Held) -> None:
         with self._lock:
             self._held[held.lease.attempt] = held

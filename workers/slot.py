@@ -89,8 +89,8 @@ def _take_turn(
     """Lease a shard and attempt it.
 
     A shard that may be what kills its workers is in work alone. It waits for that without a lease: a death of this
-    worker meanwhile would count as another try of it. What a slot takes beside others is not taken from workers that
-    could have it as their first.
+    worker meanwhile would count as another try of it. What a slot takes beside others leaves each other worker as many
+    as this one holds.
     """
     with context.company.join(alone=alone, give_up=context.stopping.is_set) as admitted:
         if not admitted:
@@ -102,7 +102,7 @@ def _take_turn(
                 context.lease_ttl,
                 context.share,
                 worker=context.worker_id,
-                left_to_each=context.slots if beside_others else 0,
+                left_to_each=context.heartbeat.holding if beside_others else 0,
             )
             if lease is None:
                 return "later" if beside_others else "nothing"

@@ -1,7 +1,7 @@
 -- Hand one shard of a model's jobs to one attempt, with a fence that only grows.
 -- ARGV model, attempt, ttl_ms, now_s, patience_ms, worker, left_to_each, tenant, weight, ...
--- A tenant that is not listed has the weight 1. Nothing is handed out of a job that has fewer than left_to_each shards
--- ready for each worker.
+-- A tenant that is not listed has the weight 1. Nothing is handed out of a job that has not more than left_to_each shards
+-- ready for each other worker.
 -- Returns {'ok', job, spec, shard, fence, plan, tries}, or {'empty'}. Keys follow from what the queue holds: see queue.lua.
 -- An attempt that holds a shard gets the same answer again: the first reply may have been lost.
 -- Tries are counted here and not at failure, since a shard that kills its worker never reports one.
@@ -10,7 +10,7 @@
 -- worker's run: see next_in_line.
 local TURNS = 3
 local model, attempt, now, worker = 'pm:queue:' .. ARGV[1], ARGV[2], now_ms(), ARGV[6]
-local left_to_all = ARGV[7] * redis.call('SCARD', 'pm:workers')
+local left_to_others = ARGV[7] * (redis.call('SCARD', 'pm:workers') - 1)
 local asked = 'pm:asked:' .. attempt
 local weights = {}
 for i = 8, #ARGV, 2 do weights[ARGV[i]] = tonumber(ARGV[i + 1]) end
@@ -148,7 +148,7 @@ while true do
   if not priority then return {'empty'} end
   local tenant, place = next_job(model .. ':' .. priority)
   local id = place:match(':(.*)$')
-  if redis.call('ZCARD', key(id, 'ready')) < left_to_all then return {'empty'} end
+  if redis.call('ZCARD', key(id, 'ready')) <= left_to_others then return {'empty'} end
   local shard, fence = take(id)
   if shard then
     charge(priority, tenant, place, tonumber(redis.call('HGET', key(id, 'job'), 'weight')))

@@ -106,3 +106,13 @@ def test_a_job_that_has_ended_keeps_no_places(ledger: Ledger) -> None:
     assert ledger.commit(found, record_of(found)) == "ok"
     assert ledger.finish(manifest_of(spec), "finalizing") == "ok"
     assert not ledger.client.exists(key(spec.id, "at"))
+
+
+def test_more_than_one_has_need_of_is_handed_out_while_each_other_worker_could_have_as_many(ledger: Ledger) -> None:
+    in_runs(ledger, 10, runs=False)
+
+    def beside(held: int) -> Lease | None:
+        return ledger.lease("tiny", f"attempt-{next(_attempts)}", TTL, worker="a", left_to_each=held)
+
+    # Of ten and of nine more than four for each of the two others are there, and of eight not.
+    assert [beside(held) is not None for held in (4, 4, 4, 3, 0)] == [True, True, False, True, True]

@@ -72,7 +72,6 @@ def bench(site: Site, engines: Engines) -> Iterator[Bench]:
         stopping=Stopping(),
         lease_ttl=TTL,
         window=WINDOW,
-        slots=1,
         at_once=1,
         engine_name="stub",
         worker_id="w",
@@ -85,11 +84,14 @@ def bench(site: Site, engines: Engines) -> Iterator[Bench]:
 
 @contextmanager
 def at_work(bench: Bench, spec: JobSpec) -> Iterator[None]:
-    """A slot works in a thread of its own; it has ended when the block has."""
+    """A slot works in a thread of its own; it has ended when the block has, and is told to stop where that failed."""
     slot = threading.Thread(target=bench.work, args=(spec,))
     slot.start()
     try:
         yield
+    except BaseException:
+        bench.context.stopping.set()
+        raise
     finally:
         slot.join(WAIT_S)
     assert not slot.is_alive()
