@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 _EXIT_STUCK = 70
 _CONTROL_SLOTS = 4
 _USUAL_SHARD_ROWS = 256
-# A slot begins with more shards than one where they have few rows.
-_SHARDS_OF_A_SLOT = 8
+# Where they have few rows, and the engine has room.
+SHARDS_OF_A_SLOT = 8
 # The engine orders the rows that it has by their prefixes: as a rule all of a shard. The planner limits its tokens, and
 # so the memory that they take.
 _ROWS_TO_ORDER = 1024
@@ -65,9 +65,11 @@ def serve_model(
     host = EngineHost(config, make_engine, on_hopeless=lambda: os.kill(os.getpid(), signal.SIGTERM))
     info = host.start()
     try:
+        # Who says how many shards are to be in work means it.
+        at_once = 1 if slots else SHARDS_OF_A_SLOT
         slots = slots or slots_for(info.max_num_seqs)
         app = make_app(settings)
-        context = slot_context(settings, ledger, Tokens(app), host, info, served_name, slots)
+        context = slot_context(settings, ledger, Tokens(app), host, info, served_name, slots, at_once)
 
         @app.task(name=WORK)
         def run_shards(model: str) -> None:
@@ -120,6 +122,7 @@ def slot_context(
     info: EngineInfo,
     served_name: str,
     slots: int,
+    at_once: int,
 ) -> SlotContext:
     worker_id = f"{socket.gethostname()}-{uuid4().hex[:12]}"
     rate = Rate()
@@ -150,7 +153,7 @@ def slot_context(
         kept=KeptAnswers(stores),
         share=FairShare(settings.tenant_weights, settings.priority_patience),
         window=max(_ROWS_TO_ORDER, 2 * info.max_num_seqs),
-        at_once=_SHARDS_OF_A_SLOT,
+        at_once=at_once,
         engine_name=_engine_name(info),
         worker_id=worker_id,
     )

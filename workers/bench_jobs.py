@@ -35,7 +35,7 @@ from jobs.settings import Settings
 from jobs.spec import JobSpec, RecordRows
 from jobs.storage import Stores
 from jobs.submit import enter, prepare
-from workers.app import settle_in, slot_context, slots_for
+from workers.app import SHARDS_OF_A_SLOT, settle_in, slot_context, slots_for
 from workers.host import EngineHost
 from workers.slot import work
 from workers.stub_engine import StubProcess
@@ -221,7 +221,9 @@ def _serve(
     info = host.start()
     slots = slots_for(info.max_num_seqs)
     ledger = Ledger(connect(settings.ledger_url))
-    context = slot_context(settings, ledger, Tokens(make_app(settings)), host, info, engine.model, slots)
+    context = slot_context(
+        settings, ledger, Tokens(make_app(settings)), host, info, engine.model, slots, SHARDS_OF_A_SLOT
+    )
     context.heartbeat.start()
     settle_in()
     ready.wait(_START_S)

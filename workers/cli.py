@@ -22,7 +22,7 @@ def worker(
         str | None, typer.Option(help="The name that jobs ask for, if it is not --model.")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Shards in work at once; more where their rows leave the engine room.")
+        int | None, typer.Option(min=1, help="Shards in work at once. Default: as many as the engine has room for.")
     ] = None,
     control: Annotated[
         bool, typer.Option("--control", help="Plan, assemble and sweep instead of running a model; needs no torch.")

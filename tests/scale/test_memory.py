@@ -51,7 +51,7 @@ def run(settings: Settings, job_id: str) -> int:
     """Answers all shards that are ready, as `pagemill worker` does."""
     site = site_of(settings)
     host = EngineHost(EngineConfig(MODEL, max_num_seqs=64), StubProcess)
-    context = slot_context(settings, site.ledger, site.tokens, host, host.start(), MODEL, SLOTS)
+    context = slot_context(settings, site.ledger, site.tokens, host, host.start(), MODEL, SLOTS, at_once=1)
     context.heartbeat.start()
     threads = [threading.Thread(target=work, args=(MODEL, context)) for _ in range(SLOTS)]
     for thread in threads:

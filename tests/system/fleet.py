@@ -161,14 +161,15 @@ class Fleet:
         failpoints: str = "",
         *,
         step_s: float = 0.0,
-        slots: int = 2,
+        slots: int | None = 2,
         program: str = "tests.system.stub_worker",
         **env: str,
     ) -> Process:
-        """A model worker that holds so many shards at once, and whose engine takes `step_s` for up to eight rows.
+        """A model worker that holds so many shards at once, for None as many as its engine has room for, which takes
+        `step_s` for up to eight rows.
         `program` is the module that is run."""
         argv = [sys.executable, "-m", program]
-        return self._start("worker", argv, failpoints, {STEP: str(step_s), SLOTS: str(slots), **env})
+        return self._start("worker", argv, failpoints, {STEP: str(step_s), SLOTS: str(slots or ""), **env})
 
     def _start(self, kind: str, argv: list[str], failpoints: str, env: Mapping[str, str]) -> Process:
         name = f"{kind}-{len(self.processes)}"

@@ -15,7 +15,7 @@ from typing import Any
 from engine.errors import EngineDied
 from jobs import spool
 from tests.system import stub_engine
-from workers import host, slot
+from workers import attempt, host, slot
 
 FAULTS = "PAGEMILL_TEST_FAULTS"
 CLOCK, DISK_FULL, NO_ENGINE = "clock", "disk-full", "no-engine"
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     time.time = _jumped
     spool._opened = _on_a_full_disk(spool._opened)
     stub_engine.StubProcess = _UnstableProcess  # type: ignore[misc]
-    slot.outcome_of = _die_of_it(slot.outcome_of)
+    attempt.outcome_of = _die_of_it(attempt.outcome_of)
     host._RESTART_DELAY_S, host._MAX_RESTART_DELAY_S = 0.05, 0.4
-    slot._REST_S = 0.5
+    slot._REST_S = attempt._FAULT_REST_S = 0.5
     runpy.run_module("tests.system.stub_worker", run_name="__main__")

@@ -16,7 +16,7 @@ from workers.app import serve_model
 
 MODEL = "stub"
 SLOTS = "PAGEMILL_TEST_SLOTS"
-"""The variable that says how many shards it holds at once."""
+"""The variable that says how many shards it holds at once; empty: as many as the engine has room for."""
 DIES_WITH_TOKEN = "PAGEMILL_TEST_DIES_WITH_TOKEN"
 """If set, the process is killed when it has taken a token from the queue, and has not noted it as unacknowledged."""
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     log_to_stderr(as_json=False)
     if os.environ.get(DIES_WITH_TOKEN):
         QoS.append = _die
-    slots = int(os.environ[SLOTS])
+    slots = int(os.environ[SLOTS] or 0) or None
     try:
         sys.exit(serve_model(settings(), stub_config(), served_name=MODEL, slots=slots, make_engine=StubProcess))
     except (ServiceUnreachable, RedisError):

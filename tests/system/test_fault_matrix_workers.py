@@ -79,20 +79,21 @@ def test_02_a_worker_killed_between_the_queue_and_the_note_of_what_it_took(fleet
     assert fleet.tries(job) == {0: 1}
 
 
-def test_03_a_worker_killed_with_four_shards_in_the_engine(fleet: Fleet) -> None:
+@pytest.mark.parametrize(("slots", "shards"), [(4, 4), (None, 8)], ids=["four slots", "as the engine has room"])
+def test_03_a_worker_killed_with_four_shards_in_the_engine(slots: int | None, shards: int, fleet: Fleet) -> None:
     """All four run again; what another worker holds of another job stays where it is."""
     fleet.control()
     holder = fleet.worker(step_s=NEVER_S)
     others = fleet.submit(2 * SHARD_ROWS)
     held = wait_until(lambda: len(found := fleet.owners(others)) == 2 and found, 30, "both shards of the other job")
-    job = fleet.submit(4 * SHARD_ROWS)
-    doomed = fleet.worker(f"row.asked:stop@{4 * SHARD_ROWS}", step_s=NEVER_S, slots=4)
+    job = fleet.submit(shards * SHARD_ROWS)
+    doomed = fleet.worker(f"row.asked:stop@{4 * SHARD_ROWS}", step_s=NEVER_S, slots=slots)
     doomed.wait_until_stopped()
     assert len(fleet.owners(job)) == 4
     doomed.kill()
     fleet.worker()
     fleet.finished(job)
-    assert fleet.tries(job) == dict.fromkeys(range(4), 2)
+    assert fleet.tries(job) == {shard: 2 if shard < 4 else 1 for shard in range(shards)}
     assert fleet.owners(others) == held
     holder.send(signal.SIGTERM)
     fleet.finished(others)

@@ -147,7 +147,7 @@ class SoakedMill:
         if kind == "control":
             return Seat(kind, self.fleet.control(self._failpoints(_CONTROL_POINTS)))
         step_s = self.rng.choice([0.0, 0.05, 0.3])
-        slots = self.rng.choice([1, 2, 4])
+        slots = self.rng.choice([1, 2, 4, None])
         return Seat(kind, self.fleet.worker(self._failpoints(_WORKER_POINTS), step_s=step_s, slots=slots))
 
     def _failpoints(self, points: list[str]) -> str:
