@@ -92,6 +92,23 @@ def test_a_job_that_gains_nothing_keeps_the_order_of_its_file(prompts: list[str]
     assert list(line_of(prompts).places) == list(range(20))
 
 
+def test_an_order_that_saves_less_than_a_hundredth_is_not_kept() -> None:
+    """Of 40 shards the last is like the first: three times 512 of 240,000 characters."""
+    prompts = [document(n % 117, 600) for n in range(120)]
+    assert list(line_of(prompts).places) == list(range(40))
+    # In fewer, it is more.
+    assert order(line_of([*prompts[:57], *prompts[-3:]]).places) == [0, 19, *range(1, 19)]
+
+
+def test_what_is_saved_counts_by_its_length() -> None:
+    """Text that repeats itself has the same mark at each length."""
+    beginnings = Beginnings()
+    for _ in range(2):
+        beginnings.add("x" * 20_000)
+        beginnings.end_shard(100_000)
+    assert beginnings.line().in_runs
+
+
 def test_shards_in_the_order_of_the_file_are_worked_on_in_runs_where_neighbours_share_prefixes() -> None:
     assert line_of([document(n // 15) for n in range(60)]).in_runs
     assert not line_of([document(n) for n in range(60)]).in_runs
@@ -100,7 +117,7 @@ def test_shards_in_the_order_of_the_file_are_worked_on_in_runs_where_neighbours_
 
 def test_a_sample_of_the_marks_tells_as_much() -> None:
     prompts = [f"{document(d, 600)} Question {q}?" for q in range(4) for d in range(400)]
-    whole, sample = line_of(prompts, 100), line_of(prompts, 100, most_marks=150)
+    whole, sample = line_of(prompts, 100), line_of(prompts, 100, most_marks=60)
     assert order(whole.places) == [0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15]
     assert list(sample.places) == list(whole.places)
 
@@ -112,6 +129,7 @@ def test_what_is_held_does_not_grow_with_the_job() -> None:
         if number % 10 == 9:
             beginnings.end_shard(500)
     assert sum(map(len, beginnings._shards)) <= 100
+    assert all(beginnings._is_held(mark) for marks in beginnings._shards for mark in marks)
 
 
 def jsonl(records: Iterable[Any]) -> bytes:
@@ -167,11 +185,29 @@ def test_the_planner_gives_shards_their_places(
 
 
 def test_what_is_embedded_has_no_prefix_to_share(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_bytes(jsonl({"prompt": text} for text in asked()))
-    (tmp_path / "texts.parquet").write_bytes(parquet(asked()))
-    for name in ("texts.jsonl", "texts.parquet"):
-        found = planned(site, tmp_path / name, RecordRows(prompt_column="prompt", embed=True))
+    bodies = ({"model": "tiny", "input": text, "messages": ...} for text in asked())
+    embeddings = jsonl(request(body, custom_id=str(n), url="/v1/embeddings") for n, body in enumerate(bodies))
+    texts = jsonl({"prompt": text} for text in asked())
+    vectors = RecordRows(prompt_column="prompt", embed=True)
+    for name, data, rows in (
+        ("texts.jsonl", texts, vectors),
+        ("texts.parquet", parquet(asked()), vectors),
+        ("lines.jsonl", embeddings, OpenAIRows()),
+    ):
+        (tmp_path / name).write_bytes(data)
+        found = planned(site, tmp_path / name, rows)
         assert [shard.place for shard in found.shards] == list(range(20))
+        assert not found.in_runs
+        assert found.bad == 0
+
+
+def test_what_prompts_save_is_measured_on_prompts_and_answers(site: Site, tmp_path: Path) -> None:
+    """48 times 512 characters are little beside 60 answers of 20,000 tokens."""
+    path = tmp_path / "long.jsonl"
+    for tokens, places in ((20, BY_DOCUMENT), (20_000, list(range(20)))):
+        path.write_bytes(jsonl({"prompt": text, "max_tokens": tokens} for text in asked(size=600)))
+        limits = {"min_shard_tokens": 1 << 30}
+        assert order(shard.place for shard in planned(site, path, PROMPT, **limits).shards) == places
 
 
 def test_a_plan_without_places_is_one_in_the_order_of_the_file() -> None:
