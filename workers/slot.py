@@ -61,8 +61,7 @@ def work(model: str, context: SlotContext) -> None:
             return room or latest.future.done()
 
         while not context.stopping.is_set():
-            beside_others = not alone and _in_work(turns) > 0
-            take = partial(_take_turn, model, context, alone=alone, beside_others=beside_others)
+            take = partial(_take_turn, model, context, alone=alone, beside_others=_in_work(turns) > 0)
             turns.append(_Turn(pool, take, host))
             host.wait(may_go_on)
             ended = [turn for turn in turns if turn.future.done()]

@@ -9,6 +9,7 @@ import pytest
 from jobs.ledger import Lease, Ledger
 from jobs.spec import JobSpec
 from tests.jobs.ledgers import ROWS, TTL, key, let_leases_run_out, manifest_of, new_spec, record_of, shards, worker
+from tests.jobs.site import Site
 from tests.servers import ValkeyServer
 
 _attempts = count()
@@ -96,6 +97,15 @@ def test_the_run_of_a_worker_that_is_gone_is_that_of_the_one_before(ledger: Ledg
     ledger.withdraw("b")
     # Were b there, its run would be 6 to 8, and c would have the second half of 1 to 4.
     assert list(places(ledger, "cac")) == [4, 1, 6]
+
+
+def test_a_job_whose_shards_share_prefixes_is_planned_to_be_worked_on_in_runs(ledger: Ledger, site: Site) -> None:
+    prompts = [f"{letter * 600}: question {number}" for number in range(2) for letter in "abcdefgh"]
+    spec = site.submit([{"prompt": prompt} for prompt in prompts])
+    site.control.plan(spec.id)
+    assert [site.ledger.lease("tiny", name, TTL, worker=name) is not None for name in "ab"] == [True, True]
+    # What asks about a to d, and what asks about e to h.
+    assert site.ledger.client.hgetall(key(spec.id, "at")) == {"a": "0", "b": "2"}
 
 
 def test_a_job_that_has_ended_keeps_no_places(ledger: Ledger) -> None:

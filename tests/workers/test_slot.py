@@ -66,6 +66,7 @@ def test_shards_whose_rows_begin_alike_follow_each_other_and_the_output_keeps_it
     bench.site.control.plan(spec.id)
     bench.work(spec)
     assert "".join(text[0] for text in engines.asked) == "abcdabcdefghefgh"
+    assert bench.site.ledger.client.hkeys(key(spec.id, "at")) == [bench.context.worker_id]
     bench.site.control.assemble(spec.id)
     assert [row["prompt"] for row in bench.site.rows(spec.output_url)] == texts
 
