@@ -7,7 +7,7 @@
 -- Tries are counted here and not at failure, since a shard that kills its worker never reports one.
 -- The highest priority is served. A lower one that got nothing for patience_ms comes first, at every fourth turn at most.
 -- Of the job whose turn it is, the shard is the first in line, or, where the job is worked on in runs, the next in the
--- worker's run: see next_in_line.
+-- worker's run: see next_in_runs.
 local TURNS = 3
 local model, attempt, now, worker = 'pm:queue:' .. ARGV[1], ARGV[2], now_ms(), ARGV[6]
 local left_to_others = ARGV[7] * (redis.call('SCARD', 'pm:workers') - 1)
@@ -105,18 +105,15 @@ local function next_in_runs(id)
   return longest and one_of(longest[1], longest[2], math.floor(most / 2))
 end
 
-local function next_in_line(id)
-  if worker ~= '' and redis.call('HEXISTS', key(id, 'job'), 'in_runs') == 1 then return next_in_runs(id) end
-  return redis.call('ZRANGE', key(id, 'ready'), 0, 0)[1]
-end
-
 -- The next shard of a job that may be tried once more, with its fence; those that were tried too often are settled as
 -- dead on the way.
 local function take(id)
   local job, commit = key(id, 'job'), key(id, 'commit')
-  local max_tries, total = unpack(redis.call('HMGET', job, 'max_tries', 'total'))
+  local max_tries, total, in_runs = unpack(redis.call('HMGET', job, 'max_tries', 'total', 'in_runs'))
+  in_runs = in_runs and worker ~= ''
   while true do
-    local shard = next_in_line(id)
+    local shard
+    if in_runs then shard = next_in_runs(id) else shard = redis.call('ZRANGE', key(id, 'ready'), 0, 0)[1] end
     if not shard then return nil end
     local place = redis.call('ZSCORE', key(id, 'ready'), shard)
     redis.call('ZREM', key(id, 'ready'), shard)
@@ -126,7 +123,7 @@ local function take(id)
         local fence = redis.call('HINCRBY', job, 'fence', 1)
         redis.call('HSET', key(id, 'own'), 's:' .. shard, attempt, 'a:' .. attempt, shard, 'f:' .. shard, fence)
         redis.call('HSETNX', job, 'started_at', ARGV[4])
-        if worker ~= '' then redis.call('HSET', key(id, 'at'), worker, place) end
+        if in_runs then redis.call('HSET', key(id, 'at'), worker, place) end
         return shard, tostring(fence)
       end
       local fault = redis.call('HGET', key(id, 'faults'), shard) or nil
