@@ -396,7 +396,7 @@ def test_the_doctor_names_what_is_wrong(pagemill: Command, site: Site) -> None:
         "embedded valkey": True,
     }
     site.ledger.announce(worker("tiny", slots=3, busy=1), 60)
-    assert "tiny on h (1 of 3 slots busy)" in pagemill("doctor").out
+    assert "tiny on h (3 slots, 1 shards in work)" in pagemill("doctor").out
     sick = pagemill("doctor", "--json", PAGEMILL_REDIS_URL="redis://:pw@127.0.0.1:1/0", PAGEMILL_STORAGE="gs://b")
     assert sick.code == EXIT_UNREACHABLE
     assert "redis://:***@127.0.0.1:1/0 does not answer" in sick.json["redis"]["detail"]

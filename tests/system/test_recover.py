@@ -12,7 +12,8 @@ pytestmark = pytest.mark.model
 
 def test_a_job_goes_on_after_redis_was_emptied_under_the_workers(tmp_path: Path) -> None:
     source = questions(tmp_path, 64)
-    with Mill(tmp_path).up() as mill:
+    # With more seats, all rows would be in work at once, and the job have no middle.
+    with Mill(tmp_path).up("--max-num-seqs", "8") as mill:
         job_id = mill.submit(source, "--prompt-column", "question", "--max-tokens", "16", "--temperature", "0")
         mill.wait_for_work(job_id, rows=20)
         committed = mill.ledger.records(job_id)
