@@ -82,6 +82,15 @@ def test_what_is_put_back_before_all_runs_is_taken_before_a_run_is_cut(ledger: L
     assert list(places(ledger, "c")) == [0]
 
 
+def test_a_run_begins_with_the_shard_that_was_handed_out_should_it_be_put_back(ledger: Ledger) -> None:
+    in_runs(ledger, 8)
+    assert list(places(ledger, "ab")) == [0, 4]
+    second = lease(ledger, "a")
+    assert second is not None
+    ledger.give_back(second)
+    assert list(places(ledger, "a")) == [second.shard.place]
+
+
 def test_what_a_run_left_behind_is_not_forgotten(ledger: Ledger) -> None:
     spec = in_runs(ledger, 6)
     assert list(places(ledger, "aaab")) == [0, 1, 2, 4]
