@@ -219,3 +219,20 @@ def test_a_plan_without_places_is_one_in_the_order_of_the_file() -> None:
     plan_of_old = dump_plan(Plan(10, 0, (shard,), (), in_runs=False)).replace(b',"in_runs":false', b"")
     assert b"in_runs" not in plan_of_old
     assert load_plan(plan_of_old) == Plan(10, 0, (shard,), (), in_runs=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "rows"),
+    [
+        (b'{"prompt":"%s"}', PROMPT),
+        (b'{"m":[{"role":"user","content":"%s"}]}', RecordRows(messages_column="m")),
+        (b'{"p":"%s"}', RecordRows(template="{{ p }}")),
+    ],
+    ids=["prompt", "messages", "template"],
+)
+def test_half_a_character_where_a_prompt_is_looked_at_costs_its_row(
+    site: Site, tmp_path: Path, row: bytes, rows: RecordRows
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join(row % text for text in (b"x" * 500 + rb"\ud800" + b"y" * 600, b"z" * 1100)))
+    assert [error.code for error in planned(site, path, rows).errors] == ["invalid_value"]
